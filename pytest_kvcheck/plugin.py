@@ -1,0 +1,1 @@
+"""The pytest plugin: options, collection of matrices, outcomes."""
