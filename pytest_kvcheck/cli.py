@@ -1,0 +1,143 @@
+"""The ``kvcheck`` command. Each subcommand is one function and one line in ``main``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pytest_kvcheck import __version__
+
+REFERENCE = "pytest_kvcheck.reference"
+SYNTHETIC = Path(__file__).parent / "reference" / "synthetic.py"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns its exit status (0 good, 1 something was found, 2 bad usage)."""
+    parser = argparse.ArgumentParser(prog="kvcheck", description="Tools around pytest-kvcheck.")
+    parser.add_argument("--version", action="version", version=f"kvcheck {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(run=run)
+        return sub
+
+    doctor = command("doctor", _doctor, "Say what is here: GPUs, engines, versions, and the oracles of each")
+    doctor.add_argument("--python", action="append", default=[], help="an engine's interpreter to look into")
+    serve = command("serve", _serve, "Run the reference engine alone (its own flags: kvcheck serve --help)")
+    serve.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the reference engine")
+    models = command("models", _models, "Make the synthetic models")
+    models.add_argument("action", choices=("make", "list"))
+    models.add_argument("dir", nargs="?", type=Path, help="where to make them")
+    models.add_argument("--only", action="append", default=[], help="make only this one")
+    command("faults", _faults, "List the faults that --kvcheck-plant can plant in the reference engine")
+    command("schema", _schema, "Print the JSON Schema of a matrix, for editors")
+    report = command("report", _report, "Write the HTML report of an artifacts folder")
+    report.add_argument("dir", type=Path)
+    report.add_argument("--output", type=Path, default=Path("kvcheck.html"))
+    merge = command("merge", _merge, "Merge the results of several artifacts folders into one JSON")
+    merge.add_argument("dirs", nargs="+", type=Path)
+    merge.add_argument("--output", type=Path, default=Path("kvcheck.json"))
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["serve"]:  # argparse would take --help and unknown flags for itself
+        return _serve(argparse.Namespace(flags=arguments[1:]))
+    chosen = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = chosen.run
+    try:
+        return run(chosen)
+    except (LookupError, OSError, ValueError) as error:
+        print(f"kvcheck {chosen.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve(chosen: argparse.Namespace) -> int:
+    missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"kvcheck serve: expected torch and safetensors in {sys.executable}, found no "
+            f"{' and no '.join(missing)}. "
+            "Next: pip install 'pytest-kvcheck[reference]'",
+            file=sys.stderr,
+        )
+        return 2
+    os.execv(sys.executable, [sys.executable, "-m", REFERENCE, *chosen.flags])
+
+
+def _faults(chosen: argparse.Namespace) -> int:
+    listed = subprocess.run(
+        [sys.executable, "-m", REFERENCE, "--list-faults"], check=False, capture_output=True, text=True
+    )
+    if listed.returncode:
+        raise LookupError(listed.stderr.strip() or "the reference engine could not list its faults")
+    for fault in json.loads(listed.stdout):
+        print(f"{fault['name']:32} {fault['kind']}  {fault['what']}")
+    return 0
+
+
+def _recipes() -> dict[str, Path]:
+    # In a wheel the recipes lie inside the package; in a checkout they lie beside it.
+    here = Path(__file__).parent
+    homes = [here / "fixtures" / "models", here.parent / "fixtures" / "models"]
+    return {found.parent.name: found.parent for home in homes for found in home.glob("*/recipe.json")}
+
+
+def _models(chosen: argparse.Namespace) -> int:
+    recipes = _recipes()
+    if chosen.action == "list":
+        print("\n".join(sorted(recipes)))
+        return 0
+    if chosen.dir is None:
+        raise ValueError("models make: expected a folder to make the models in: kvcheck models make DIR")
+    unknown = sorted(set(chosen.only) - set(recipes))
+    if unknown:
+        raise ValueError(f"--only: expected one of {', '.join(sorted(recipes))}, found {unknown[0]!r}")
+    for name in chosen.only or sorted(recipes):
+        status = subprocess.run(
+            [sys.executable, str(SYNTHETIC), str(recipes[name]), str(chosen.dir / name)], check=False
+        ).returncode
+        if status:
+            return status
+        print(chosen.dir / name)
+    return 0
+
+
+def _schema(chosen: argparse.Namespace) -> int:
+    from pytest_kvcheck.matrix.schema import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    from pytest_kvcheck.report.html import write_html
+    from pytest_kvcheck.report.results import read_results
+
+    write_html(chosen.output, read_results(chosen.dir), chosen.dir)
+    print(chosen.output)
+    return 0
+
+
+def _merge(chosen: argparse.Namespace) -> int:
+    from pytest_kvcheck.report.results import merge, write_json
+
+    write_json(chosen.output, merge(chosen.dirs))
+    print(chosen.output)
+    return 0
+
+
+def _doctor(chosen: argparse.Namespace) -> int:
+    from pytest_kvcheck.doctor import describe
+
+    print(describe([sys.executable, *chosen.python]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""A matrix as pytest nodes: the file, a collector a cell, an item a case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_kvcheck.cells import Case, Cell
+from pytest_kvcheck.plugin import SESSION_PLUGIN
+from pytest_kvcheck.report.results import CaseResult
+
+if TYPE_CHECKING:
+    from _pytest._code.code import ExceptionInfo
+
+    from pytest_kvcheck.session import KvSession
+
+
+def kv_session(config: pytest.Config) -> KvSession:
+    """The plugin's session object; it exists as soon as a matrix was named."""
+    session: KvSession = config.pluginmanager.get_plugin(SESSION_PLUGIN)  # type: ignore[assignment]
+    return session
+
+
+class CaseFailed(Exception):
+    """Carries the result of a case that did not pass to the report."""
+
+    def __init__(self, result: CaseResult) -> None:
+        super().__init__(result.reason)
+        self.result = result
+
+
+class MatrixFile(pytest.File):
+    """A matrix file: its children are its cells, in the order of the file."""
+
+    def collect(self) -> Iterable[CellNode]:
+        from pytest_kvcheck.matrix.loader import MatrixError, load
+        from pytest_kvcheck.workloads import parameter_names
+
+        settings = kv_session(self.config).settings
+        try:
+            cells = load(
+                self.path,
+                engine=settings.engine,
+                device=settings.device,
+                workload_names=parameter_names(),
+                plant=settings.plant,
+                silent=settings.silent,
+            )
+        except MatrixError as error:
+            raise self.CollectError(str(error)) from error
+        for cell in cells:
+            yield CellNode.from_parent(self, name=cell.name, cell=cell)
+
+
+class CellNode(pytest.Collector):
+    """One cell: ``matrices/llama.yaml::page-256`` names all of its cases."""
+
+    def __init__(self, *, cell: Cell, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.cell = cell
+
+    def collect(self) -> Iterable[KvItem]:
+        repeats = kv_session(self.config).settings.repeat
+        for workload in self.cell.workloads:
+            for repeat in range(repeats):
+                case = Case(self.cell, workload, repeat)
+                yield KvItem.from_parent(self, name=case.name.partition("::")[2], case=case)
+
+
+class KvItem(pytest.Item):
+    """One case. Cases of one launch key carry one xdist group, so that ``--dist loadgroup`` keeps them."""
+
+    def __init__(self, *, case: Case, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.case = case
+        self.plain_id = self.nodeid
+        self.result: CaseResult | None = None
+        if self.config.pluginmanager.has_plugin("xdist"):
+            self.add_marker(pytest.mark.xdist_group(case.cell.launch_key))
+
+    def runtest(self) -> None:
+        self.result = kv_session(self.config).run(self)
+        expected = [known for known in self.case.cell.known if known.kind in self.result.kinds]
+        if self.result.outcome == "skipped":
+            pytest.skip(self.result.reason)
+        if expected and self.result.outcome in ("leak", "mismatch", "stuck", "crash"):
+            pytest.xfail(f"known {expected[0].kind} until {expected[0].until}: see {expected[0].page}")
+        if self.result.outcome != "passed":
+            raise CaseFailed(self.result)
+
+    def repr_failure(self, excinfo: ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, CaseFailed):
+            return excinfo.value.result.text()
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, self.case.cell.at.line - 1, self.plain_id

@@ -1,0 +1,158 @@
+"""The plugin's hooks for a session with a matrix: order, servers, results, summary.
+
+It is registered only when a matrix was named. Under pytest-xdist every worker has one (it runs cases) and the
+controller has one (it gathers results, draws the table and writes the files).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+import pytest
+
+from pytest_kvcheck import settings
+from pytest_kvcheck.items import KvItem
+from pytest_kvcheck.report.results import CaseResult
+
+
+class KvSession:
+    """One a process. ``results`` is filled on the process that reports: the controller, or the only one."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.settings = settings.from_config(config)
+        self.results: dict[str, CaseResult] = {}
+        self.upcoming: pytest.Item | None = None
+        self._bench: Any = None
+        # One bad matrix must not cost the results of the others.
+        config.option.continue_on_collection_errors = True
+
+    @property
+    def is_worker(self) -> bool:
+        return hasattr(self.config, "workerinput")
+
+    # --- order -----------------------------------------------------------------------------------
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Cases of one launch key stand together, keys with the most cases first; then the shard is cut."""
+        mine = [item for item in items if isinstance(item, KvItem)]
+        groups: dict[str, list[KvItem]] = {}
+        for item in mine:
+            groups.setdefault(item.case.cell.launch_key, []).append(item)
+        ordered = sorted(groups.values(), key=len, reverse=True)
+        if self.settings.shard is not None:
+            index, count = self.settings.shard
+            dropped = [item for at, group in enumerate(ordered) if at % count != index for item in group]
+            ordered = ordered[index::count]
+            if dropped:
+                config.hook.pytest_deselected(items=dropped)
+        others = [item for item in items if not isinstance(item, KvItem)]
+        items[:] = others + [item for group in ordered for item in group]
+
+    # --- running ---------------------------------------------------------------------------------
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Generator[None, object, object]:
+        self.upcoming = nextitem
+        return (yield)
+
+    def run(self, item: KvItem) -> CaseResult:
+        """Run one case on the server of its launch key; the server stops with its last case."""
+        following = self.upcoming
+        key = item.case.cell.launch_key
+        last = not (isinstance(following, KvItem) and following.case.cell.launch_key == key)
+        case_id = item.plain_id
+        result: CaseResult = self.bench().run(item.case, case_id, last=last)
+        return result
+
+    def bench(self) -> Any:
+        """What launches servers and judges cases in this process."""
+        if self._bench is None:
+            from pytest_kvcheck.judge import Bench
+
+            self._bench = Bench(self.settings)
+        return self._bench
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if isinstance(item, KvItem) and item.result is not None and call.when == "call":
+            # Builtins only: xdist carries a report's attributes as JSON-like data.
+            report.kvcheck = msgspec.to_builtins(item.result)  # type: ignore[attr-defined]
+        return report
+
+    # --- results ---------------------------------------------------------------------------------
+    def pytest_report_teststatus(
+        self, report: pytest.CollectReport | pytest.TestReport
+    ) -> tuple[str, str, str] | None:
+        found: dict[str, Any] | None = getattr(report, "kvcheck", None)
+        if found is None or not report.failed:
+            return None
+        word = str(found["outcome"]).upper()
+        return "failed", word[0], word
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self.is_worker:
+            return
+        found: dict[str, Any] | None = getattr(report, "kvcheck", None)
+        if found is not None:
+            result = msgspec.convert(found, CaseResult)
+            self.results[result.id] = result
+        elif report.failed and ".yaml::" in report.nodeid:
+            # A worker died, or set-up or teardown failed: the case must not vanish from the results.
+            plain = report.nodeid.partition("@")[0]
+            self.results.setdefault(plain, CaseResult.failed_to_run(plain, report.longreprtext))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if not self.is_worker and report.failed and report.nodeid.endswith((".yaml", ".yml")):
+            self.results[report.nodeid] = CaseResult.failed_to_run(report.nodeid, report.longreprtext)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        self.close()
+        if self.is_worker:
+            return
+        from pytest_kvcheck.report.results import write_json
+
+        results = list(self.results.values())
+        if self.settings.json is not None:
+            write_json(self.settings.json, results)
+        if self.settings.report is not None:
+            from pytest_kvcheck.report.html import write_html
+
+            write_html(self.settings.report, results, self.settings.artifacts)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.results:
+            return
+        from pytest_kvcheck.report.terminal import render
+
+        writer = terminalreporter._tw
+        terminalreporter.section("kvcheck")
+        terminalreporter.write_line(
+            render(list(self.results.values()), width=writer.fullwidth, color=writer.hasmarkup)
+        )
+        for name in ("json", "report"):
+            path = getattr(self.settings, name)
+            if path is not None:
+                terminalreporter.write_line(f"{name}: {path}")
+
+    def pytest_report_header(self) -> list[str]:
+        chosen = self.settings
+        engine = chosen.engine or "the matrix's"
+        where = chosen.url or f"{chosen.python or 'this interpreter'}, {chosen.device}"
+        return [f"kvcheck: engine {engine} ({where}), seed {chosen.seed}, artifacts {chosen.artifacts}"]
+
+    def pytest_unconfigure(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop every server of this process."""
+        if self._bench is not None:
+            self._bench.close()
+            self._bench = None

@@ -1,0 +1,94 @@
+"""What the command line and the ini file say, checked once and in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from pytest_kvcheck.cells import DeviceName, EngineName
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of a run. ``budget`` is in seconds of load a case; ``shard`` is (index from 0, count)."""
+
+    engine: EngineName | None = None
+    url: str | None = None
+    python: str | None = None
+    device: DeviceName = "cpu"
+    seed: int = 0
+    repeat: int = 1
+    budget: float | None = None
+    gpus: str = "auto"
+    artifacts: Path = Path(".kvcheck")
+    report: Path | None = None
+    json: Path | None = None
+    shard: tuple[int, int] | None = None
+    plant: tuple[str, ...] = ()
+    silent: bool = False
+
+
+def from_config(config: pytest.Config) -> Settings:
+    """The settings of a pytest run. Raises ``pytest.UsageError`` that names the option at fault."""
+    start = Path(config.invocation_params.dir)
+
+    def value(name: str) -> str | None:
+        given = getattr(config.option, f"kvcheck_{name}", None)
+        if given is None and name in _INI:
+            given = config.getini(f"kvcheck_{name}") or None
+        return None if given is None else str(given)
+
+    def number(name: str, least: float) -> float | None:
+        text = value(name)
+        if text is None:
+            return None
+        try:
+            result = float(text)
+        except ValueError:
+            result = least - 1
+        if result < least:
+            raise pytest.UsageError(
+                f"--kvcheck-{name}: expected a number of at least {least:g}, found {text!r}"
+            )
+        return result
+
+    engine, device = value("engine"), value("device") or "cpu"
+    if engine is not None and engine not in ("reference", "sglang", "vllm"):
+        raise pytest.UsageError(
+            f"kvcheck_engine in the ini file: expected reference, sglang or vllm, found {engine!r}"
+        )
+    if device not in ("cpu", "cuda"):
+        raise pytest.UsageError(f"kvcheck_device in the ini file: expected cpu or cuda, found {device!r}")
+    path = value("python")
+    report, json = value("report"), value("json")
+    return Settings(
+        engine=cast("EngineName | None", engine),
+        url=value("url"),
+        python=str(start / Path(path).expanduser()) if path and "/" in path else path,
+        device=cast("DeviceName", device),
+        seed=int(number("seed", 0) or 0),
+        repeat=int(number("repeat", 1) or 1),
+        budget=number("budget", 1),
+        gpus=value("gpus") or "auto",
+        artifacts=start / (value("artifacts") or ".kvcheck"),
+        report=start / report if report else None,
+        json=start / json if json else None,
+        shard=_shard(value("shard")),
+        plant=tuple(config.option.kvcheck_plant),
+        silent=bool(config.option.kvcheck_silent),
+    )
+
+
+_INI = ("engine", "python", "device", "seed", "budget", "gpus", "artifacts")
+
+
+def _shard(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    index, _, count = text.partition("/")
+    if index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count):
+        return int(index) - 1, int(count)
+    raise pytest.UsageError(f"--kvcheck-shard: expected I/N with 1 <= I <= N, for example 1/4, found {text!r}")
