@@ -6,7 +6,9 @@ clock shared by all operations, so that the order of two events never rests on a
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +24,22 @@ SCHEMA = 1
 Phase = Literal["workload", "drain", "probe", "control", "replay"]
 # How a request ended, engine-neutral. "rejected": the server refused it without running it.
 Finish = Literal["length", "stop", "abort", "rejected", "disconnected", "timeout", "error"]
+
+
+class Clock:
+    """The two clocks of a trace: seconds since it was made, and a counter that orders events exactly."""
+
+    def __init__(self) -> None:
+        self._origin = time.monotonic()
+        self._seq = itertools.count(1)
+
+    def now(self) -> float:
+        """Seconds since the clock was made; never goes back."""
+        return time.monotonic() - self._origin
+
+    def tick(self) -> int:
+        """The next number of the logical clock, the first being 1; safe from any thread."""
+        return next(self._seq)
 
 
 class Reply(msgspec.Struct, kw_only=True, omit_defaults=True):

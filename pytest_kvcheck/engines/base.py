@@ -10,13 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from pytest_kvcheck.cells import Cell, DeviceName
+from pytest_kvcheck.client.calls import Call as Call
+from pytest_kvcheck.client.calls import ReplyParser as ReplyParser
 from pytest_kvcheck.client.control import Control
 from pytest_kvcheck.observe.logs import LogEvent, LogRule
 from pytest_kvcheck.operations import Operation
-from pytest_kvcheck.trace import GaugeSample, Reply
+from pytest_kvcheck.trace import GaugeSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +45,6 @@ class LaunchInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One HTTP call. ``json`` None sends no body."""
-
-    method: Literal["GET", "POST"]
-    path: str
-    json: Any = None
-
-
-@dataclass(frozen=True, slots=True)
 class Rules:
     """What an engine promises, so that oracles can judge it without knowing its name.
 
@@ -66,20 +59,6 @@ class Rules:
     stale_when_idle: bool = True
     has: frozenset[str] = frozenset()
     lacks: Mapping[str, str] = field(default_factory=dict)
-
-
-class ReplyParser(Protocol):
-    """Turns what arrives for one request into a :class:`Reply`. Never raises: errors become faults."""
-
-    @property
-    def shown(self) -> int:
-        """How many output tokens the client has seen so far."""
-
-    def feed(self, data: bytes) -> None:
-        """One server-sent event's data, or the whole body of a reply that was not streamed."""
-
-    def finish(self, http_status: int | None, error: str = "", complete: bool = True) -> Reply:
-        """The reply. ``complete`` False: the stream ended without the engine's end mark."""
 
 
 class Engine(ABC):
