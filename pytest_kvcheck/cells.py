@@ -77,20 +77,21 @@ class Features:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkloadRef:
-    """A workload's name with the parameters that differ from its defaults."""
-
-    name: str
-    params: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Known:
     """A finding that is expected until a date because the engine is at fault (see ``docs/findings``)."""
 
     kind: str
     page: str
     until: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadRef:
+    """A workload's name with the parameters that differ from its defaults, and what is known of it here."""
+
+    name: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    known: tuple[Known, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,11 @@ class Case:
     cell: Cell
     workload: WorkloadRef
     repeat: int = 0
+
+    @property
+    def known(self) -> tuple[Known, ...]:
+        """The findings that are expected of this case: those of its cell and those of its workload."""
+        return self.cell.known + self.workload.known
 
     @property
     def name(self) -> str:
