@@ -23,7 +23,7 @@ SLACK = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """One GPU at one time: bytes used in all, and by each process that NVML shows (host pids in a container)."""
+    """One GPU at one time: bytes used in all, and by each process that NVML shows (host pids in containers)."""
 
     used: int
     by_pid: dict[int, int]
@@ -138,14 +138,14 @@ def candidates(choice: str, reader: Nvml | None) -> list[int]:
         chosen = list(dict.fromkeys(int(part) for part in parts))
         if reader is not None and max(chosen) >= reader.count:
             raise LaunchError(
-                f"--kvcheck-gpus: expected numbers below {reader.count} (what NVML shows here), found {choice!r}"
+                f"--kvcheck-gpus: expected numbers below {reader.count} (NVML shows so many), found {choice!r}"
             )
         return chosen
     if reader is None or reader.count == 0:
         why = "NVML shows no GPU here" if reader is not None else _why_no_nvml()
         raise LaunchError(
-            f"--kvcheck-device cuda: expected a GPU, found none ({why}); give --kvcheck-gpus 0 to use one without "
-            "NVML, or --kvcheck-device cpu"
+            f"--kvcheck-device cuda: expected a GPU, found none ({why}); give --kvcheck-gpus 0 to use one "
+            "without NVML, or --kvcheck-device cpu"
         )
     visible = _visible(os.environ.get("CUDA_VISIBLE_DEVICES"), reader)
     return sorted(visible, key=lambda index: (reader.state(index).used, index))
@@ -160,7 +160,7 @@ def lease_gpus(count: int, choice: str = "auto", timeout: float = 1800.0) -> Gpu
     allowed = candidates(choice, reader)
     if len(allowed) < count:
         raise LaunchError(
-            f"the cell needs {count} GPUs (tp: {count}), found {len(allowed)} that --kvcheck-gpus {choice} allows"
+            f"the cell needs {count} GPUs (tp), found {len(allowed)} that --kvcheck-gpus {choice} allows"
         )
     folder = registry("gpus")
     deadline = time.monotonic() + timeout
@@ -176,8 +176,8 @@ def lease_gpus(count: int, choice: str = "auto", timeout: float = 1800.0) -> Gpu
         _release(lock for _, lock in held)
         if time.monotonic() >= deadline:
             raise LaunchError(
-                f"expected {count} free GPUs of {allowed} within {timeout:.0f} s, found them leased by other kvcheck "
-                f"processes (lock files in {folder}); use fewer xdist workers than GPUs, or --kvcheck-gpus"
+                f"expected {count} free GPUs of {allowed} within {timeout:.0f} s, found them leased by other "
+                f"kvcheck processes (lock files in {folder}); use fewer xdist workers than GPUs, or --kvcheck-gpus"
             )
         time.sleep(0.5)
 

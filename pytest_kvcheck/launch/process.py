@@ -71,7 +71,8 @@ class EngineProcess:
                 stderr=log,
                 start_new_session=True,
             )
-        assert self._warden.stdin is not None and self._warden.stdout is not None
+        assert self._warden.stdin is not None
+        assert self._warden.stdout is not None
         self._commands = self._warden.stdin.fileno()
         self._reports = self._warden.stdout.fileno()
         config = {
@@ -99,8 +100,8 @@ class EngineProcess:
             )
         if not self.pid:
             raise LaunchError(
-                f"expected the engine's warden to start {self.argv[0]!r} within {START_BOUND:.0f} s, found nothing; "
-                f"its last words are in {self.log_path}"
+                f"expected the engine's warden to start {self.argv[0]!r} within {START_BOUND:.0f} s, found "
+                f"nothing; its last words are in {self.log_path}"
             )
 
     def alive(self) -> bool:

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -98,7 +99,7 @@ class Keeper:
         forced = self.status is None and self._terminate()
         report(event="exited", status=self.status)
         settle = 0.0 if forced or self.orphaned else float(self.config["settle"])
-        leftovers, stuck = sweep(settle, lambda seconds: (self._wait(seconds), self.orphaned)[1])
+        leftovers, stuck = sweep(settle, self._wait_or_hurry)
         report(event="done", status=self.status, forced=forced, leftovers=leftovers, stuck=stuck, warden=None)
 
     @property
@@ -168,12 +169,16 @@ class Keeper:
             if pid == self.engine:
                 self.status = status
 
+    def _wait_or_hurry(self, seconds: float) -> bool:
+        self._wait(seconds)
+        return self.orphaned
+
     def _terminated(self, number: int, frame: object) -> None:
         # From the kernel (the outer one died) or from a person: nobody speaks to us any more either way.
         self.orphaned = True
 
 
-def sweep(settle: float, wait: Any = None) -> tuple[list[str], list[str]]:
+def sweep(settle: float, wait: Callable[[float], bool] = bool) -> tuple[list[str], list[str]]:
     """Kill every descendant that outlives ``settle`` seconds; returns those, and those that SIGKILL left.
 
     ``wait(seconds)`` sleeps and returns whether to settle no longer; then nothing counts as left over.
@@ -237,7 +242,7 @@ def describe(pid: int) -> str:
 
 def reap() -> list[tuple[int, int]]:
     """Collect every ended child: (pid, exit code, negative for a signal)."""
-    ended = []
+    ended: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
