@@ -1,7 +1,7 @@
 """Model folders that a server can load: given ones as they are, synthetic ones made on first use and kept.
 
-A synthetic model is a folder with a ``recipe.json``. Its weights are made by ``reference/synthetic.py`` under the
-engine's interpreter, since the plugin's own environment needs no torch.
+A synthetic model is a folder with a ``recipe.json``. Its weights are made by ``reference/synthetic.py`` under
+the engine's interpreter, since the plugin's own environment needs no torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from filelock import FileLock
 _MAKER = Path(__file__).resolve().parent.parent / "reference" / "synthetic.py"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _MAKE_DEADLINE = 300.0
-# A hub id has one slash and nothing that only paths have ("meta-llama/Llama-3.1-8B"); a first part that is a folder
-# here is taken as a path, so that a mistyped folder is not looked up on the hub.
+# A hub id has one slash and nothing that only paths have ("meta-llama/Llama-3.1-8B"); a first part that is a
+# folder here is taken as a path, so that a mistyped folder is not looked up on the hub.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -37,8 +37,8 @@ def cache_dir() -> Path:
 def ensure_model(path: str, python: str) -> str:
     """A folder with weights, or a hub id, that a server can be given for ``path``.
 
-    Raises ``LookupError`` (one paragraph) where ``path`` is nothing of the kind, or where it is a recipe and neither
-    ``python`` nor this interpreter can make it.
+    Raises ``LookupError`` (one paragraph) where ``path`` is nothing of the kind, or where it is a recipe and
+    neither ``python`` nor this interpreter can make it.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
@@ -134,8 +134,9 @@ def _make(recipe_dir: Path, out: Path, python: str) -> None:
             lacking.append(f"{interpreter} ({lack})")
             continue
         argv = [interpreter, str(_MAKER), str(recipe_dir), str(out)]
+        env = os.environ | {"PYTHONSAFEPATH": "1"}  # its own folder holds modules that must not shadow others
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=_MAKE_DEADLINE)
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=_MAKE_DEADLINE, env=env)
         except subprocess.TimeoutExpired:
             raise LookupError(
                 f"making the synthetic model took over {_MAKE_DEADLINE:.0f} s: {' '.join(argv)}"

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """Makes the weights of a synthetic model from its recipe: ``python synthetic.py RECIPE_DIR OUT_DIR``.
 
-Runs by path under any interpreter that has torch and safetensors, an engine's own for one, so nothing of the rest
-of the package is imported. The folder holds what Hugging Face calls a model: ``config.json``, ``model.safetensors``,
-``generation_config.json`` and a word-level tokenizer (``t17`` is id 17).
+Runs by path under any interpreter that has torch and safetensors, an engine's own for one, so nothing of the
+rest of the package is imported. The folder holds what Hugging Face calls a model: ``config.json``,
+``model.safetensors``, ``generation_config.json`` and a word-level tokenizer (``t17`` is id 17).
 
 The models are not trained, they are built so that KV faults show:
 
-* Row ``next[t]`` of ``lm_head`` is a scaled copy of the embedding of ``t``, so that the greedy next token is mostly
-  a fixed permutation (one long cycle), which a draft model can guess.
-* Attention and MLP are random and strong enough to overrule it now and then, and to move every log-prob when one
-  token or one KV slot of the history is wrong.
+* Row ``next[t]`` of ``lm_head`` is a scaled copy of the embedding of ``t``, so that the greedy next token is
+  mostly a fixed permutation (one long cycle), which a draft model can guess.
+* Attention and MLP are random and strong enough to overrule it now and then, and to move every log-prob when
+  one token or one KV slot of the history is wrong.
 
 The same recipe gives the same bytes everywhere: random numbers are sums of bytes of Python's own generator, in
 integers, and torch only multiplies and rounds them.
@@ -32,6 +32,9 @@ from safetensors.torch import save_file
 
 SPECIAL = ("<unk>", "<s>", "</s>")
 """Ids 0, 1 and 2. Their ``lm_head`` rows are zero: their logit is always 0, so greedy decoding does not end."""
+
+ANCHOR = 4.0
+"""The first component of every embedding. No layer writes to it, so that q and k can hold a constant part."""
 
 Recipe = dict[str, Any]
 Weights = dict[str, torch.Tensor]
@@ -63,6 +66,19 @@ def permutation(recipe: Recipe) -> list[int]:
     return [follows.get(t, order[t % len(order)]) for t in range(vocab)]
 
 
+def look_back(projection: torch.Tensor, strengths: list[float], dim: int) -> None:
+    """Gives q or k of each head a constant part, so that a head looks back with weight ~ 1 / distance**a.
+
+    The constant stands in one component of every rotary pair. Rotary frequencies are spaced evenly on a log
+    scale, so the sum of their cosines falls by a constant with each doubling of the distance: a power law after
+    softmax. (a = strength_q * strength_k / 3.3 with 32 components.) Without it attention flattens as the
+    history grows, and with it the model behaves alike at every length, and feels a fault more the nearer it is.
+    """
+    for head, strength in enumerate(strengths):
+        projection[head * dim : head * dim + dim // 2, 0] = strength / ANCHOR
+        projection[head * dim + dim // 2 : (head + 1) * dim, 0] = 0
+
+
 def decoder_layer(
     config: dict[str, Any], scales: dict[str, float], noise: Noise, name: str, wide: int = 1
 ) -> Weights:
@@ -86,6 +102,11 @@ def decoder_layer(
             ("mlp.down_proj", hidden, inner),
         )
     }
+    if wide == 1:
+        for part in ("q_proj", "k_proj"):
+            look_back(weights[f"{name}.self_attn.{part}.weight"], scales[part.replace("proj", "recency")], dim)
+        for part in ("self_attn.o_proj", "mlp.down_proj"):
+            weights[f"{name}.{part}.weight"][0] = 0
     for norm in ("input_layernorm", "post_attention_layernorm"):
         weights[f"{name}.{norm}.weight"] = torch.ones(hidden)
     if config["model_type"] == "mellum":
@@ -99,6 +120,7 @@ def target_weights(recipe: Recipe) -> Weights:
     config, scales, noise = recipe["config"], recipe["scales"], Noise(recipe["seed"])
     hidden = config["hidden_size"]
     embedding = noise("model.embed_tokens.weight", config["vocab_size"], hidden, std=1.0)
+    embedding[:, 0] = ANCHOR
     head = torch.zeros_like(embedding)
     follows = permutation(recipe)
     for token in range(len(SPECIAL), config["vocab_size"]):
@@ -114,7 +136,8 @@ def target_weights(recipe: Recipe) -> Weights:
 
 
 def eagle_weights(recipe: Recipe, target: Weights) -> Weights:
-    """An EAGLE draft: the target's first layer over the token's embedding plus a little of the target's hidden state.
+    """An EAGLE draft: the target's first layer over the token's embedding plus a little of the target's hidden
+    state.
 
     EAGLE removes the first layer's input norm. ``fc.bias`` is written where the class has one (SGLang's).
     """
@@ -130,8 +153,9 @@ def eagle_weights(recipe: Recipe, target: Weights) -> Weights:
 
 
 def eagle3_weights(recipe: Recipe, target: Weights) -> Weights:
-    """An EAGLE3 draft. The token's embedding reaches the output only through attention, so every head looks mostly
-    at the position itself (q and k are equal) and carries its share of the embedding through (v and o are identities).
+    """An EAGLE3 draft. The token's embedding reaches the output only through attention, so every head looks
+    mostly at the position itself (q and k are equal) and carries its share of the embedding through (v and o
+    are identities).
     """
     config, scales, noise = recipe["config"], recipe["scales"], Noise(recipe["seed"])
     hidden, vocab = config["hidden_size"], config["vocab_size"]
@@ -235,6 +259,7 @@ def make(recipe_dir: Path, out: Path) -> None:
         for name, content in files.items():
             (scratch / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
+        (scratch / "model.safetensors").chmod(0o644)  # a cache may be shared between users
         os.rename(scratch, out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
