@@ -54,8 +54,9 @@ def ensure_model(path: str, python: str) -> str:
     if not (folder / "recipe.json").is_file():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
         raise LookupError(
-            f"model folder {folder} holds neither weights ({', '.join(_WEIGHTS)}) nor a recipe.json; found {found}. "
-            "Name a folder in Hugging Face layout, one with a kvcheck recipe, or a hub id such as owner/name."
+            f"model folder {folder} holds neither weights ({', '.join(_WEIGHTS)}) nor a recipe.json; "
+            f"found {found}. Name a folder in Hugging Face layout, one with a kvcheck recipe, or a hub id such as "
+            "owner/name."
         )
     return str(_made(folder.resolve(), python))
 
@@ -98,11 +99,12 @@ def _missing(path: str, folder: Path) -> str:
 def _made(recipe_dir: Path, python: str) -> Path:
     """The cache folder with the model of a recipe, made under a lock: xdist workers ask for it at once."""
     out = cache_dir() / f"{recipe_dir.name}-{_fingerprint(recipe_dir)}"
-    if not out.is_dir():
+    weights = out / "model.safetensors"
+    if not weights.is_file():
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{out}.lock"):
-                if not out.is_dir():
+                if not weights.is_file():
                     _make(recipe_dir, out, python)
         except OSError as error:
             raise LookupError(
@@ -143,19 +145,21 @@ def _make(recipe_dir: Path, out: Path, python: str) -> None:
             ) from None
         if done.returncode:
             raise LookupError(
-                f"cannot make the synthetic model {recipe_dir.name}: {done.stderr.strip()[-600:] or 'no message'} "
+                f"cannot make the synthetic model {recipe_dir.name}: "
+                f"{done.stderr.strip()[-600:] or 'no message'} "
                 f"(exit {done.returncode}; command: {' '.join(argv)})"
             )
         return
     raise LookupError(
-        f"the synthetic model {recipe_dir} is made on first use, which needs torch and safetensors, and no interpreter "
-        f"at hand has both: {'; '.join(lacking)}. Install them there (pip install 'pytest-kvcheck[reference]'), or "
-        "name the interpreter of the engine's environment with --kvcheck-python."
+        f"the synthetic model {recipe_dir} is made on first use, which needs torch and safetensors, and no "
+        f"interpreter at hand has both: {'; '.join(lacking)}. Install them there "
+        "(pip install 'pytest-kvcheck[reference]'), or name the interpreter of the engine's environment with "
+        "--kvcheck-python."
     )
 
 
 def _lacks_torch(python: str) -> str | None:
-    """Why ``python`` cannot run the maker, or None. Looks for the modules without importing them: torch is slow."""
+    """Why ``python`` cannot run the maker, or None. Finds the modules without importing them: torch is slow."""
     probe = "import importlib.util as u; print(*[m for m in ('torch', 'safetensors') if not u.find_spec(m)])"
     try:
         done = subprocess.run([python, "-c", probe], capture_output=True, text=True, timeout=60)

@@ -47,7 +47,7 @@ class Noise:
         self.seed = seed
 
     def __call__(self, name: str, *shape: int, std: float) -> torch.Tensor:
-        """A float32 tensor N(0, std); the sum of 8 random bytes has mean 1020 and variance 8 * (256**2 - 1) / 12."""
+        """A float32 tensor N(0, std). Eight random bytes sum to 1020 with variance 8 * (256**2 - 1) / 12."""
         count = torch.Size(shape).numel()
         raw = bytearray(random.Random(f"{self.seed}/{name}").randbytes(8 * count))
         sums = torch.frombuffer(raw, dtype=torch.uint8).view(count, 8).sum(1)
@@ -192,7 +192,7 @@ def read_recipe(folder: Path) -> Recipe:
 
 
 def weights_of(folder: Path) -> Weights:
-    """All tensors of the model in ``folder``; floating ones in bfloat16, so that every engine starts from the same."""
+    """All tensors of the model in ``folder``; floats in bfloat16, so that every engine starts from the same."""
     recipe = read_recipe(folder)
     kind = recipe["kind"]
     if kind == "target":
@@ -273,6 +273,9 @@ def main(argv: list[str]) -> int:
         make(Path(argv[0]), Path(argv[1]))
     except ValueError as error:
         print(error, file=sys.stderr)
+        return 1
+    except KeyError as error:
+        print(f"{Path(argv[0]) / 'recipe.json'} or its target's lacks {error}", file=sys.stderr)
         return 1
     except OSError as error:
         print(
