@@ -121,10 +121,16 @@ class EngineProcess:
             self._take_in(left)
         return self._exited
 
-    def stop(self) -> Ending:
-        """TERM, after the grace KILL, sweep; bounded. Returns the same :class:`Ending` when called again."""
+    def stop(self, *, hurry: bool = False) -> Ending:
+        """TERM, after the grace KILL, sweep; bounded. Returns the same :class:`Ending` when called again.
+
+        ``hurry``: a short grace, and whatever it started is killed at once without counting as left over.
+        """
         with self._lock:
-            if self._ending is None:
+            if self._ending is None and hurry and self._warden.stdin is not None:
+                self._warden.stdin.close()  # to the warden we are gone
+                self._commands = -1
+            elif self._ending is None:
                 self._command(b"stop\n")
         deadline = time.monotonic() + self._longest_stop
         while self._ending is None and time.monotonic() < deadline:

@@ -33,7 +33,13 @@ class Promises:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """The process as the launcher saw it; ``stopped`` is set only in the case after which it was stopped."""
+    """The process as the launcher saw it; ``stopped`` is set only in the case after which it was stopped.
+
+    ``alive``: whether it ran, or, once stopped, whether it still ran when we began to stop it; ``exit_code``
+    is then that of the stop (engines kill themselves on TERM, so -9 is no fault). ``leftover_processes``
+    outlived the engine and had to be killed; ``stop_forced``: the engine did not heed TERM within its grace.
+    ``gpu_memory_left``, ``rss_*`` in bytes; descriptors and memory are sums over the process tree.
+    """
 
     alive: bool = True
     exit_code: int | None = None
@@ -44,6 +50,9 @@ class ServerFacts:
     gpu_memory_left: int | None = None
     fds_before: int | None = None
     fds_after: int | None = None
+    rss_before: int | None = None
+    rss_after: int | None = None
+    stop_forced: bool = False
 
 
 @dataclass(slots=True)
