@@ -110,7 +110,8 @@ def _model_place(text: str, path: KeyPath, context: Context) -> str:
 def _model(settings: Settings, context: Context) -> Model:
     form = settings.values.get("model")
     if form is None:
-        context.problem((), "a model, at the top or in every cell: model: {path: ...}", "none")
+        if "model" not in context.document.data:
+            context.problem((), "a model, at the top or in every cell: model: {path: ...}", "none")
         return Model("")
     path = settings.paths["model"]
     draft = form.get("draft")
@@ -146,19 +147,19 @@ def _features(settings: Settings, cell: str, model: Model, context: Context) -> 
         at = paths.get("pool_tokens", paths.get("page_size", ()))
         context.problem(at, f"a pool_tokens of at least one page of {page}", f"{pool} in cell '{cell}'")
     if features.mixed_chunk and chunk is None:
-        context.problem(paths["mixed_chunk"], "a chunked_prefill beside mixed_chunk", "none")
+        context.problem(paths["mixed_chunk"], "a chunked_prefill beside mixed_chunk", f"none in cell '{cell}'")
     if speculative and speculative.algorithm in _NEEDS_DRAFT and model.path and model.draft is None:
         context.problem(
             paths["speculative"],
-            f"a 'draft' in the model of cell '{cell}' for {speculative.algorithm}",
-            "none",
+            f"a 'draft' in the model for {speculative.algorithm}",
+            f"none in cell '{cell}'",
             "give model: {path: ..., draft: ...}",
         )
     return features
 
 
 def _check_names(form: Mapping[str, Any], context: Context) -> None:
-    named = [(("cells", name), name) for name in form.get("cells", {})]
+    named: list[tuple[KeyPath, str]] = [(("cells", name), name) for name in form.get("cells", {})]
     included = enumerate(form.get("include", []))
     named += [(("include", index, "name"), entry["name"]) for index, entry in included if "name" in entry]
     for path, name in named:
@@ -204,7 +205,7 @@ def build_cells(form: Mapping[str, Any], engine: EngineName | None, context: Con
         model = _model(settings, context)
         features = _features(settings, name, model, context)
         workloads = _workloads(values.get("workloads", []), paths.get("workloads", ()), context)
-        if not values.get("workloads"):
+        if not values.get("workloads") and "workloads" not in context.document.data:
             context.problem(("workloads",), "workloads, at the top or in every cell", "none")
         command = values.get("command")
         cells[name] = Cell(
@@ -215,7 +216,7 @@ def build_cells(form: Mapping[str, Any], engine: EngineName | None, context: Con
             features=dataclasses.replace(features, strict=False) if context.silent else features,
             at=context.document.where(where, key=True),
             device=context.device,
-            args={key.lstrip("-"): value for key, value in values["args"].items()},
+            args=values["args"],
             env=values["env"],
             command=None if command is None else tuple(command),
             workloads=workloads,
@@ -223,8 +224,8 @@ def build_cells(form: Mapping[str, Any], engine: EngineName | None, context: Con
             known=_known(values.get("known", [])),
             plant=context.plant,
         )
-    if not cells and not (form.get("cells") or form.get("axes") or form.get("include")):
-        context.problem((), "at least one cell under 'cells' (or 'axes')", "none")
-    elif not cells:
+    if not cells and combinations({**form, "exclude": []}):
         context.problem(("exclude",), "at least one cell that is left", "all excluded", key=True)
+    elif not cells and not any(context.document.data.get(key) for key in ("cells", "axes", "include")):
+        context.problem((), "at least one cell under 'cells' (or 'axes')", "none")
     return list(cells.values())

@@ -39,6 +39,11 @@ def _named(value: Any) -> Any:
     return value
 
 
+def _flags(value: Any) -> Any:
+    """``attention-backend`` and ``--attention-backend`` name the same flag."""
+    return {name.lstrip("-"): given for name, given in value.items()} if isinstance(value, dict) else value
+
+
 def _folder(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
@@ -103,8 +108,10 @@ class WorkloadForm(BaseModel):
 
 Workloads = Annotated[
     list[Annotated[dict[str, WorkloadForm], BeforeValidator(_named)]],
+    Field(min_length=1),
     BeforeValidator(lambda value: ["all"] if value == "all" else value),
 ]
+Args = Annotated[dict[str, Any], BeforeValidator(_flags)]
 Known = Annotated[list[KnownForm], BeforeValidator(_one_or_many)]
 Env = dict[str, Annotated[str, BeforeValidator(_scalar_text)] | None]
 ModelRef = Annotated[ModelForm, BeforeValidator(_folder)]
@@ -116,10 +123,10 @@ class FeaturesForm(_Form):
 
     streaming_session: bool = True
     page_size: Size = 1
-    chunked_prefill: Size | None = None
+    chunked_prefill: Size | None = 512
     mixed_chunk: bool = False
     context_length: Size = 4096
-    pool_tokens: Size | None = None
+    pool_tokens: Size | None = 65536
     max_running: Size = 16
     retract: RetractForm | None = None
     speculative: SpeculativeForm | None = None
@@ -132,7 +139,7 @@ class FeaturesForm(_Form):
 class EngineForm(_Form):
     """What one engine needs beside the neutral features."""
 
-    args: dict[str, Any] = {}
+    args: Args = {}
     env: Env = {}
     command: Command | None = None
     features: FeaturesForm = FeaturesForm()
@@ -141,7 +148,7 @@ class EngineForm(_Form):
 class CellForm(FeaturesForm):
     """One server configuration: features, raw settings, and what runs on it."""
 
-    args: dict[str, Any] = {}
+    args: Args = {}
     env: Env = {}
     command: Command | None = None
     model: ModelRef | None = None
