@@ -80,7 +80,7 @@ def look_back(projection: torch.Tensor, strengths: list[float], dim: int) -> Non
 
 
 def decoder_layer(
-    config: dict[str, Any], scales: dict[str, float], noise: Noise, name: str, wide: int = 1
+    config: dict[str, Any], scales: dict[str, Any], noise: Noise, name: str, wide: int = 1
 ) -> Weights:
     """The weights of one layer; ``wide`` times the hidden size goes into q, k and v (2 in EAGLE3 drafts)."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]

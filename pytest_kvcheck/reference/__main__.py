@@ -1,0 +1,140 @@
+"""``python -m pytest_kvcheck.reference``: the reference engine as a server, with SGLang's flags."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import NoReturn
+
+from .faults import TABLE
+
+VERSION = "reference-" + metadata.version("pytest-kvcheck")
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        prog="python -m pytest_kvcheck.reference",
+        description="A small inference engine that speaks SGLang's HTTP protocol and whose faults can be planted.",
+        allow_abbrev=False,
+    )
+    add = flags.add_argument
+    add("--model-path", "--model", type=Path, help="folder with config.json and *.safetensors")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=30000, help="0: any free port, printed when ready")
+    add("--page-size", type=_positive, default=1)
+    add("--chunked-prefill-size", type=int, default=8192, help="tokens prefilled in one batch; -1: no chunking")
+    add("--enable-mixed-chunk", action="store_true", help="decode and prefill in one batch")
+    add("--context-length", type=_positive, default=None)
+    add("--max-total-tokens", type=_positive, default=65536, help="size of the KV pool")
+    add("--max-running-requests", type=_positive, default=16)
+    add("--enable-streaming-session", action="store_true")
+    add("--disable-radix-cache", action="store_true")
+    add("--disable-overlap-schedule", action="store_true")
+    add("--enable-metrics", action="store_true")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add("--random-seed", type=int, default=0)
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--device", default="cpu")
+    add("--served-model-name", default=None)
+    add("--skip-tokenizer-init", action="store_true", help="always the case; accepted for likeness")
+    own = flags.add_argument_group("of this engine only")
+    own.add_argument(
+        "--plant", action="append", default=[], metavar="FAULT", help="plant a known fault; repeatable"
+    )
+    own.add_argument("--silent", action="store_true", help="no memory check: only an observer can notice")
+    own.add_argument("--retract-interval", type=int, default=None, help="retract a request every N batches")
+    own.add_argument("--list-faults", action="store_true", help="print the faults as JSON and end")
+    return flags
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, found {value}")
+    return value
+
+
+def retract_interval(given: int | None) -> int:
+    """The flag, else SGLang's environment variables; 0: no forced retraction."""
+    if given is not None:
+        return given
+    if os.environ.get("SGLANG_TEST_RETRACT", "").lower() in ("1", "true", "yes", "on"):
+        return int(os.environ.get("SGLANG_TEST_RETRACT_INTERVAL", "3"))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.list_faults:
+        print(json.dumps([asdict(fault) for fault in TABLE], indent=1))
+        return 0
+    if args.model_path is None:
+        _refuse(
+            "--model-path: expected a folder with a model, found nothing. Make one with `kvcheck models make DIR`."
+        )
+    logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr)
+    logging.getLogger("kvcheck.reference").setLevel(args.log_level.upper())
+    try:
+        import torch
+
+        from .engine import OptionError, Options
+        from .model import ModelError
+        from .server import Server
+    except ImportError as error:
+        _refuse(f"the reference engine needs {error.name}: pip install 'pytest-kvcheck[reference]'")
+    torch.set_num_threads(1)
+    arguments = {name: value for name, value in vars(args).items() if name not in ("list_faults",)}
+    arguments["model_path"] = str(args.model_path)
+    options = Options(
+        model=args.model_path,
+        page_size=args.page_size,
+        chunk=args.chunked_prefill_size if args.chunked_prefill_size > 0 else None,
+        mixed_chunk=args.enable_mixed_chunk,
+        context=args.context_length,
+        pool=args.max_total_tokens,
+        max_running=args.max_running_requests,
+        streaming_sessions=args.enable_streaming_session,
+        prefix_cache=not args.disable_radix_cache,
+        overlap=not args.disable_overlap_schedule,
+        retract_interval=retract_interval(args.retract_interval),
+        dtype=args.dtype,
+        device=args.device,
+        silent=args.silent,
+        plant=tuple(args.plant),
+    )
+    try:
+        server = Server(options, arguments, VERSION)
+    except (OptionError, ModelError, ValueError) as error:
+        _refuse(str(error))
+    try:
+        asyncio.run(_serve(server, args.host, args.port))
+    except OSError as error:
+        _refuse(f"--port: expected {args.host}:{args.port} to be free, found: {error.strerror or error}")
+    return 0
+
+
+async def _serve(server, host: str, port: int) -> None:  # type: ignore[no-untyped-def]
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(name, stop.set)
+    await server.serve(host, port, stop)
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""What a request does with KV in its life: find a prefix, grow, publish, finish, be retracted, be aborted.
+
+Each accounting line that a planted fault breaks is here, beside the question whether it is planted.
+"""
+
+from __future__ import annotations
+
+from .batch import Request
+from .faults import Faults
+from .pools import Holding, Memory
+from .radix import RadixCache
+from .sessions import Sessions
+
+
+class KVCache:
+    """Pools, prefix tree and sessions, and the moves between them."""
+
+    def __init__(self, memory: Memory, tree: RadixCache, sessions: Sessions, faults: Faults) -> None:
+        self.memory, self.tree, self.sessions, self.faults = memory, tree, sessions, faults
+
+    @property
+    def obtainable(self) -> int:
+        """Tokens that are free or can be evicted."""
+        return self.memory.full.available + self.tree.evictable
+
+    def start(self, request: Request, spare: int) -> bool:
+        """Admit a waiting request: find its prefix, give it a row; False where rows or slots are short.
+
+        ``spare`` tokens must stay obtainable for the requests that run. A request for which only slots are short
+        keeps the row that it was given: it is the next in line.
+        """
+        request.refill()
+        limit = len(request.ids) - 1
+        session = request.session
+        if session is not None and session.holding is not None:
+            holding = session.holding
+            prefix = min(holding.committed, limit)
+            if self.faults.on("stale-tail-on-next-turn"):
+                holding.allocated = holding.committed = prefix
+            else:
+                self.memory.cut(holding, prefix)
+            if not self._fits(holding, len(request.ids), spare):
+                return False
+            request.holding, request.inherited = holding, prefix
+        elif not self._start_from_tree(request, limit, spare):
+            return False
+        request.filled = request.inherited
+        if request.cached is None:
+            request.cached = request.inherited
+            if session is not None and session.tokens and self.faults.on("cached-tokens-off-by-one"):
+                request.cached += 1
+        return True
+
+    def _start_from_tree(self, request: Request, limit: int, spare: int) -> bool:
+        if request.holding is None:
+            row = self.memory.rows.take()
+            if row is None:
+                return False
+            request.holding = Holding(row)
+        holding = request.holding
+        if request.input_start >= 0 and not request.input_logprobs:
+            limit = min(limit, request.input_start)
+        slots, node = self.tree.match(request.ids[:limit])
+        self.tree.lock(node)
+        holding.allocated = len(slots)
+        if not self._fits(holding, len(request.ids), spare):
+            holding.allocated = 0
+            self.tree.unlock(node)
+            return False
+        self.memory.rows.slots[holding.row, : len(slots)] = slots
+        holding.node = node
+        holding.committed = holding.protected = request.inherited = len(slots)
+        return True
+
+    def _fits(self, holding: Holding, upto: int, spare: int) -> bool:
+        pages = self.memory.pages_to_grow(holding, upto)
+        return pages * self.memory.page_size + spare <= self.obtainable
+
+    def grow(self, holding: Holding, upto: int) -> bool:
+        """Give positions up to ``upto`` a slot, evicting from the tree as needed; False where that is not enough."""
+        need = self.memory.pages_to_grow(holding, upto) * self.memory.page_size - self.memory.full.available
+        if need > 0:
+            self.tree.evict(need)
+        return self.memory.grow(holding, upto)
+
+    def publish(self, request: Request, upto: int) -> None:
+        """Give the first ``upto`` tokens of a prompt to the tree for others to share, and lock them.
+
+        A session publishes its first prompt only; what comes later is its own.
+        """
+        holding = request.holding
+        assert holding is not None
+        whole = self.tree.whole_pages(upto)
+        if whole <= holding.protected or (request.session is not None and request.session.holding is not None):
+            return
+        row = self.memory.rows.slots[holding.row]
+        had = self.tree.insert(request.ids[:whole], row[:whole])
+        self.memory.free_range(holding, holding.protected, had)
+        slots, node = self.tree.match(request.ids[:whole])
+        row[:whole] = slots
+        self.tree.lock(node)
+        if holding.node is not None:
+            self.tree.unlock(holding.node)
+        holding.node, holding.protected = node, whole
+
+    def finish(self, request: Request) -> None:
+        """The request ended well: a session keeps its KV, a plain request leaves its KV to the tree."""
+        holding = request.holding
+        assert holding is not None
+        history = request.prompt + request.output
+        if request.session is not None:
+            self.memory.cut(holding, len(history))
+            request.session.tokens = history
+            request.session.holding = holding
+        else:
+            request.refill()
+            whole = self.tree.whole_pages(min(holding.committed, len(history)))
+            had = self.tree.insert(request.ids[:whole], self.memory.rows.slots[holding.row, :whole])
+            self.memory.free_range(holding, holding.protected, had)
+            self.memory.free_range(holding, whole, holding.allocated)
+            self._let_go(holding)
+        self._end(request)
+
+    def retract(self, request: Request) -> None:
+        """Take a running request's KV away; it waits again with its output so far."""
+        holding = request.holding
+        assert holding is not None
+        session = request.session
+        if session is not None and session.holding is holding:
+            if not self.faults.on("retract-tail"):
+                self.memory.free_range(holding, request.inherited, holding.allocated)
+            holding.allocated = holding.committed = request.inherited
+        else:
+            if not self.faults.on("retract-tail"):
+                self.memory.free_range(holding, holding.protected, holding.allocated)
+            self._let_go(holding)
+        request.holding = None
+
+    def abort(self, request: Request) -> None:
+        """Roll back: a session returns to its last finished turn, all else that the request held is freed."""
+        holding, session = request.holding, request.session
+        if session is not None and self.faults.on("aborted-turn-kept-as-history"):
+            session.tokens = request.prompt + request.output
+            session.holding = holding or session.holding
+        elif holding is not None and session is not None and session.holding is holding:
+            # What the aborted turn wrote stays behind as a stale tail, which the next turn frees.
+            holding.committed = request.inherited
+            if request.state == "prefill" and self.faults.on("abort-prefill-chunk"):
+                holding.allocated = request.inherited
+        elif holding is not None and request.state == "waiting":
+            if not self.faults.on("abort-queued-row"):
+                self.memory.rows.give(holding.row)
+        elif holding is not None:
+            if request.state != "prefill" or not self.faults.on("abort-prefill-chunk"):
+                self.memory.free_range(holding, holding.protected, holding.allocated)
+            self._let_go(holding)
+        self._end(request)
+
+    def release(self, holding: Holding) -> None:
+        """Free all that a closed session held."""
+        freed = self.memory.free_range(holding, holding.protected, holding.allocated)
+        if freed and self.faults.on("double-free"):
+            self.memory.full.give(self.memory.private_pages(holding)[-1:])
+        self._let_go(holding)
+
+    def _let_go(self, holding: Holding) -> None:
+        """Unlock the shared prefix and return the row."""
+        if holding.node is not None and not self.faults.on("lock-never-released"):
+            self.tree.unlock(holding.node)
+        self.memory.rows.give(holding.row)
+
+    def _end(self, request: Request) -> None:
+        request.holding = None
+        if request.session is not None:
+            for holding in self.sessions.end_turn(request.session):
+                self.release(holding)
+
+    def clear(self) -> None:
+        """Forget everything: prefixes, rows, slots and what sessions hold (their history stays)."""
+        self.memory.clear()
+        self.tree.clear()
+        for session in self.sessions.by_id.values():
+            session.holding = None

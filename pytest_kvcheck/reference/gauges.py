@@ -1,0 +1,118 @@
+"""What the engine tells of itself: ``/metrics``, ``/v1/loads`` and ``/server_info``, under SGLang's names."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from .engine import Engine
+from .memcheck import Account
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """One reading, taken between two iterations."""
+
+    account: Account
+    running: int
+    waiting: int
+    sessions: int
+    retracted: int
+    aborted: int
+    prompt: int
+    generated: int
+    cached: int
+
+    @property
+    def used(self) -> int:
+        """As SGLang counts it: protected and session-held tokens included."""
+        return self.account.total - self.account.available - self.account.evictable
+
+
+def read(engine: Engine) -> Gauges:
+    scheduler = engine.scheduler
+    return Gauges(
+        account=scheduler.check.account(),
+        running=len(scheduler.running) + (scheduler.chunked is not None),
+        waiting=len(scheduler.waiting),
+        sessions=len(scheduler.sessions.by_id),
+        retracted=scheduler.retracted_total,
+        aborted=scheduler.aborted_total,
+        prompt=scheduler.prompt_total,
+        generated=scheduler.generated_total,
+        cached=scheduler.cached_total,
+    )
+
+
+def metrics(engine: Engine, gauges: Gauges) -> str:
+    """Prometheus text."""
+    account = gauges.account
+    usage = round(gauges.used / account.total, 2)
+    values: dict[str, float] = {
+        "max_total_num_tokens": account.total,
+        "page_size": engine.options.page_size,
+        "num_pages": account.total // engine.options.page_size,
+        "context_len": engine.context,
+        "num_running_reqs": gauges.running,
+        "num_queue_reqs": gauges.waiting,
+        "token_usage": usage,
+        "full_token_usage": usage,
+        "swa_token_usage": 0.0,
+        "num_used_tokens": gauges.used,
+        "kv_available_tokens": account.available,
+        "kv_evictable_tokens": account.evictable,
+        "kv_used_tokens": gauges.used,
+        "swa_available_tokens": 0,
+        "swa_evictable_tokens": 0,
+        "swa_used_tokens": 0,
+        "num_streaming_sessions": gauges.sessions,
+        "streaming_session_held_tokens": account.session_held,
+    }
+    counters: dict[str, float] = {
+        "prompt_tokens_total": gauges.prompt,
+        "generation_tokens_total": gauges.generated,
+        "cached_tokens_total": gauges.cached,
+        "num_retracted_requests_total": gauges.retracted,
+        "num_aborted_requests_total": gauges.aborted,
+    }
+    name = str(engine.options.model).replace("\\", "\\\\").replace('"', '\\"')
+    labels = f'{{engine_type="unified",model_name="{name}",pp_rank="0",tp_rank="0"}}'
+    lines = []
+    for kind, table in (("gauge", values), ("counter", counters)):
+        for key, value in table.items():
+            lines += [f"# TYPE sglang:{key} {kind}", f"sglang:{key}{labels} {float(value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def loads(version: str, engine: Engine, gauges: Gauges) -> dict[str, Any]:
+    total = gauges.account.total
+    load = {
+        "timestamp": time.time(),
+        "dp_rank": 0,
+        "num_running_reqs": gauges.running,
+        "num_waiting_reqs": gauges.waiting,
+        "num_used_tokens": gauges.used,
+        "num_total_tokens": gauges.used,
+        "max_total_num_tokens": total,
+        "max_running_requests": engine.options.max_running,
+        "token_usage": round(gauges.used / total, 4),
+    }
+    now = datetime.now(UTC).isoformat()
+    return {"timestamp": now, "version": version, "accelerator": None, "num_accelerators": 1, "loads": [load]}
+
+
+def server_info(version: str, engine: Engine, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """``arguments`` are the launch flags under SGLang's names."""
+    state: dict[str, Any] = dict(arguments)
+    state["effective_max_running_requests_per_dp"] = engine.options.max_running
+    state["memory_usage"] = {
+        "token_capacity": engine.scheduler.cache.memory.full.total,
+        "token_capacity_swa": None,
+    }
+    if os.environ.get("SGLANG_EXPOSE_OWN_ENV_VARS"):
+        state["env_vars"] = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")}
+    return {**arguments, "version": version, "internal_states": [state]}

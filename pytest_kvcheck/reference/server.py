@@ -1,0 +1,305 @@
+"""The HTTP server: SGLang's protocol over one scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from . import gauges
+from .batch import Request, Sampling, Tops
+from .engine import Engine, Options, build
+from .scheduler import Rejected, Update
+from .sessions import SessionError
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Any]
+# Without progress for so many seconds, /health says 503.
+HEALTH_TIMEOUT = 20.0
+GENERATE_DEFAULT = 128
+
+
+class Server:
+    """Serves one engine. ``arguments`` are the launch flags that ``/server_info`` shows."""
+
+    def __init__(self, options: Options, arguments: Mapping[str, Any], version: str) -> None:
+        self.arguments, self.version = arguments, version
+        self.streams: dict[Request, asyncio.Queue[tuple[int, dict[str, Any] | None]]] = {}
+        self.engine: Engine = build(options, self._tell)
+        self.scheduler = self.engine.scheduler
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, host: str, port: int, stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set. Raises ``OSError`` where the port cannot be had."""
+        self.loop = asyncio.get_running_loop()
+        app = web.Application(client_max_size=1 << 28)
+        app.add_routes(
+            [
+                web.post("/generate", self.generate),
+                web.post("/open_session", self.open_session),
+                web.post("/close_session", self.close_session),
+                web.post("/abort_request", self.abort_request),
+                web.route("*", "/flush_cache", self.flush_cache),
+                web.get("/health", self.health),
+                web.get("/health_generate", self.health_generate),
+                web.get("/server_info", self.server_info),
+                web.get("/get_server_info", self.server_info),
+                web.get("/v1/loads", self.loads),
+                web.get("/metrics", self.metrics),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, host, port, backlog=1024)
+        await site.start()
+        thread = threading.Thread(target=self.scheduler.run_forever, name="scheduler", daemon=True)
+        thread.start()
+        address = runner.addresses[0]
+        print(f"kvcheck reference engine ready on http://{address[0]}:{address[1]}", flush=True)
+        await stop.wait()
+        self.scheduler.stop()
+        await runner.cleanup()
+        await asyncio.to_thread(thread.join, 5.0)
+
+    # --- between the scheduler's thread and ours -------------------------------------------------
+    def _tell(self, updates: list[Update]) -> None:
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self._dispatch, updates)
+
+    def _dispatch(self, updates: list[Update]) -> None:
+        for request, shown, finish in updates:
+            stream = self.streams.get(request)
+            if stream is not None:
+                stream.put_nowait((shown, finish))
+
+    async def _call(self, action: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self.scheduler.call(action))
+
+    # --- generation ------------------------------------------------------------------------------
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        body = await _json(http)
+        streamed = bool(body.get("stream", False))
+        try:
+            request, session_id = self._parse(body)
+            updates = self.streams.setdefault(request, asyncio.Queue())
+            try:
+                await self._call(lambda: self.scheduler.submit(request, session_id))
+            except Rejected as error:
+                del self.streams[request]
+                return await self._refused(http, request, str(error), streamed)
+        except ValueError as error:
+            return await _error_reply(http, str(error), streamed)
+        try:
+            return await (self._stream(http, request, updates) if streamed else self._whole(request, updates))
+        finally:
+            del self.streams[request]
+            if request.finish is None:  # the client went away
+                self.scheduler.call(lambda: self.scheduler.abort_one(request))
+
+    async def _whole(self, request: Request, updates: asyncio.Queue[Any]) -> web.Response:
+        finish = None
+        while finish is None:
+            shown, finish = await updates.get()
+        return _respond(reply_body(request, shown, finish))
+
+    async def _stream(
+        self, http: web.Request, request: Request, updates: asyncio.Queue[Any]
+    ) -> web.StreamResponse:
+        response = await _open_stream(http)
+        finish = None
+        while finish is None:
+            shown, finish = await updates.get()
+            await response.write(b"data: " + msgspec.json.encode(reply_body(request, shown, finish)) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _refused(
+        self, http: web.Request, request: Request, message: str, streamed: bool
+    ) -> web.StreamResponse:
+        """As SGLang: a streamed request gets its abort as an event, any other a 400."""
+        if not streamed:
+            return await _error_reply(http, message, False)
+        finish = {"type": "abort", "message": message, "status_code": 400, "err_type": "BadRequestError"}
+        response = await _open_stream(http)
+        await response.write(
+            b"data: " + msgspec.json.encode(reply_body(request, 0, finish)) + b"\n\ndata: [DONE]\n\n"
+        )
+        await response.write_eof()
+        return response
+
+    def _parse(self, body: dict[str, Any]) -> tuple[Request, str | None]:
+        """Raises ``ValueError`` or :class:`Rejected` for what SGLang refuses."""
+        ids, vocab = body.get("input_ids"), self.engine.config.vocab
+        if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+            raise ValueError("input_ids: expected a non-empty list of token ids (this engine has no tokenizer)")
+        if not all(0 <= i < vocab for i in ids):
+            raise ValueError(
+                f"The input_ids contain values that are not in [0, {vocab}), the model's vocabulary"
+            )
+        if len(ids) >= self.engine.context:
+            raise ValueError(
+                f"The input ({len(ids)} tokens) is longer than the model's context length "
+                f"({self.engine.context} tokens)."
+            )
+        params = body.get("sampling_params") or {}
+        if params.get("n", 1) != 1:
+            raise ValueError("sampling_params.n: expected 1; this engine gives one answer a request")
+        stop = frozenset(params.get("stop_token_ids") or ()) | self.engine.config.eos
+        sampling = Sampling(
+            max_new=int(params.get("max_new_tokens", GENERATE_DEFAULT)),
+            temperature=float(params.get("temperature", 1.0)),
+            seed=int(params.get("sampling_seed") or self.arguments.get("random_seed") or 0),
+            stop=frozenset() if params.get("ignore_eos") else stop,
+        )
+        if sampling.max_new < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {sampling.max_new}.")
+        wants = bool(body.get("return_logprob", False))
+        start = int(body.get("logprob_start_len", -1)) if wants else -1
+        if start > len(ids):
+            raise ValueError(f"logprob_start_len {start} is higher than the number of input tokens {len(ids)}")
+        rid = body.get("rid") or uuid.uuid4().hex
+        tops = int(body.get("top_logprobs_num") or 0) if wants else 0
+        request = Request(rid, ids, sampling, wants, start, tops)
+        session = body.get("session_params") or {}
+        for name in ("offset", "replace", "drop_previous_output"):
+            if session.get(name):
+                request.refused = f"Streaming sessions do not support {name}."
+        return request, session.get("id")
+
+    # --- sessions and control --------------------------------------------------------------------
+    async def open_session(self, http: web.Request) -> web.Response:
+        body = await _json(http)
+        if "capacity_of_str_len" not in body:
+            return _respond({"error": {"message": "capacity_of_str_len: expected an integer, found none"}}, 422)
+        if not self.engine.options.streaming_sessions or not body.get("streaming"):
+            message = "Only streaming sessions are supported: send streaming=true to a server with --enable-streaming-session"
+            return _respond({"error": {"message": message}}, 400)
+        try:
+            opened = await self._call(
+                lambda: self.scheduler.open_session(body.get("session_id"), body.get("timeout"))
+            )
+        except SessionError as error:
+            return _respond({"error": {"message": str(error)}}, 400)
+        return _respond(opened)
+
+    async def close_session(self, http: web.Request) -> web.Response:
+        body = await _json(http)
+        await self._call(lambda: self.scheduler.close_session(str(body.get("session_id"))))
+        return web.Response()
+
+    async def abort_request(self, http: web.Request) -> web.Response:
+        body = await _json(http)
+        await self._call(lambda: self.scheduler.abort(body.get("rid") or "", bool(body.get("abort_all"))))
+        return web.Response()
+
+    async def flush_cache(self, http: web.Request) -> web.Response:
+        """Waits up to ``timeout`` seconds for the engine to come to rest."""
+        until = time.monotonic() + float(http.query.get("timeout", 0))
+        while not (done := await self._call(self.scheduler.flush)) and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        text = "Cache flushed.\n" if done else "Cache not flushed because there are pending requests.\n"
+        return web.Response(status=200 if done else 400, text=text)
+
+    async def health(self, http: web.Request) -> web.Response:
+        still = time.monotonic() - self.scheduler.progress
+        lying = self.scheduler.faults.on("health-lies-when-stuck")
+        return web.Response(status=200 if lying or self.scheduler.idle or still < HEALTH_TIMEOUT else 503)
+
+    async def health_generate(self, http: web.Request) -> web.Response:
+        """Generates one token; 503 where none comes."""
+        request = Request("HEALTH_CHECK_" + uuid.uuid4().hex, [0], Sampling(1))
+        updates = self.streams.setdefault(request, asyncio.Queue())
+        try:
+            await self._call(lambda: self.scheduler.submit(request))
+            await asyncio.wait_for(self._whole(request, updates), HEALTH_TIMEOUT)
+            return web.Response()
+        except TimeoutError:
+            self.scheduler.call(lambda: self.scheduler.abort_one(request))
+            return web.Response(status=503)
+        finally:
+            del self.streams[request]
+
+    # --- what the engine tells of itself ---------------------------------------------------------
+    async def server_info(self, http: web.Request) -> web.Response:
+        return _respond(gauges.server_info(self.version, self.engine, self.arguments))
+
+    async def loads(self, http: web.Request) -> web.Response:
+        reading = await self._call(lambda: gauges.read(self.engine))
+        return _respond(gauges.loads(self.version, self.engine, reading))
+
+    async def metrics(self, http: web.Request) -> web.Response:
+        if not self.arguments.get("enable_metrics"):
+            return web.Response(status=404)
+        reading = await self._call(lambda: gauges.read(self.engine))
+        return web.Response(text=gauges.metrics(self.engine, reading))
+
+
+def reply_body(request: Request, shown: int, finish: dict[str, Any] | None) -> dict[str, Any]:
+    """One reply or stream event: everything up to the ``shown``-th output token."""
+    meta: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": finish,
+        "prompt_tokens": len(request.prompt),
+        "weight_version": "default",
+        "num_retractions": request.retractions,
+        "completion_tokens": shown,
+        "cached_tokens": request.cached or 0,
+        "cached_tokens_details": None,
+        "dp_rank": None,
+    }
+    if request.logprobs:
+        start = request.input_start
+        inputs: list[tuple[float | None, int, None]] = []
+        if 0 <= start < len(request.prompt):
+            known = [None, *request.input_logprobs]
+            inputs = [(lp, i, None) for lp, i in zip(known, request.prompt[start:], strict=False)]
+        outputs = zip(request.output_logprobs[:shown], request.output[:shown], strict=True)
+        meta["input_token_logprobs"] = inputs
+        meta["output_token_logprobs"] = [(lp, i, None) for lp, i in outputs]
+        meta["output_token_logprobs_length"] = shown
+        if request.tops:
+            meta["input_top_logprobs"] = [None, *map(_tops, request.input_tops)] if inputs else []
+            meta["output_top_logprobs"] = [_tops(tops) for tops in request.output_tops[:shown]]
+    return {"output_ids": request.output[:shown], "meta_info": meta}
+
+
+def _tops(tops: Tops) -> list[tuple[float, int, None]]:
+    return [(lp, i, None) for lp, i in tops]
+
+
+def _respond(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+async def _open_stream(http: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(http)
+    return response
+
+
+async def _error_reply(http: web.Request, message: str, streamed: bool) -> web.StreamResponse:
+    body = {"error": {"message": message}}
+    if not streamed:
+        return _respond(body, 400)
+    response = await _open_stream(http)
+    await response.write(b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+async def _json(http: web.Request) -> dict[str, Any]:
+    """The body as a JSON object; a 400 where it is none."""
+    try:
+        body = msgspec.json.decode(await http.read() or b"{}")
+    except msgspec.DecodeError as error:
+        raise web.HTTPBadRequest(text=f"expected a JSON object, found: {error}") from error
+    if not isinstance(body, dict):
+        raise web.HTTPBadRequest(text=f"expected a JSON object, found {type(body).__name__}")
+    return body
