@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pytest_kvcheck import __version__
 from pytest_kvcheck.cells import ENGINE_NAMES, Cell, Features, Model, Position
 from pytest_kvcheck.engines import make_engine
-from pytest_kvcheck.launch.gpus import describe_gpus
+from pytest_kvcheck.launch.gpus import Nvml
 
 _PROBE = Cell("doctor", "doctor", "reference", Model(""), Features(), Position("", 0, 0))
 
@@ -19,7 +19,7 @@ def describe(pythons: Sequence[str]) -> str:
     lines = [
         f"kvcheck {__version__}, Python {platform.python_version()} ({sys.executable})",
         f"machine: {platform.machine()}, {platform.system()} {platform.release()}",
-        f"GPUs: {describe_gpus()}",
+        f"GPUs: {_gpus()}",
     ]
     for python in dict.fromkeys(pythons):
         lines.append(f"\n{python}")
@@ -39,3 +39,10 @@ def _engine(name: str, python: str) -> list[str]:
     lines += [f"    has {what}" for what in sorted(rules.has)]
     lines += [f"    lacks {what}: {why}" for what, why in sorted(rules.lacks.items())]
     return lines
+
+
+def _gpus() -> str:
+    try:
+        return str(Nvml().count)
+    except LookupError as error:
+        return f"none usable ({error})"

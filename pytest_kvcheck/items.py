@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from pytest_kvcheck.cells import Case, Cell
 from pytest_kvcheck.plugin import SESSION_PLUGIN
@@ -83,11 +84,20 @@ class KvItem(pytest.Item):
 
     def runtest(self) -> None:
         self.result = kv_session(self.config).run(self)
-        expected = [known for known in self.case.cell.known if known.kind in self.result.kinds]
         if self.result.outcome == "skipped":
             pytest.skip(self.result.reason)
-        if expected and self.result.outcome in ("leak", "mismatch", "stuck", "crash"):
-            pytest.xfail(f"known {expected[0].kind} until {expected[0].until}: see {expected[0].page}")
+        if self.result.outcome != "error" and (stale := self.result.stale()):
+            gone = stale[0]
+            raise CaseFailed(
+                replace(
+                    self.result,
+                    reason=f"expected the known {gone.kind} until {gone.until} ({gone.page}), found it gone or "
+                    "expired; remove the `known` entry from the matrix, or renew it with a new date",
+                )
+            )
+        if self.result.expected:
+            first = self.result.known[0]
+            pytest.xfail(f"known {first.kind} until {first.until}: see {first.page}")
         if self.result.outcome != "passed":
             raise CaseFailed(self.result)
 

@@ -14,7 +14,10 @@ import pytest
 
 from pytest_kvcheck import settings
 from pytest_kvcheck.items import KvItem
+from pytest_kvcheck.progress import ProgressReader, ProgressWriter
 from pytest_kvcheck.report.results import CaseResult
+
+PROGRESS = "progress.log"
 
 
 class KvSession:
@@ -26,12 +29,22 @@ class KvSession:
         self.results: dict[str, CaseResult] = {}
         self.upcoming: pytest.Item | None = None
         self._bench: Any = None
+        self._progress: ProgressWriter | None = None
+        self._reader: ProgressReader | None = None
         # One bad matrix must not cost the results of the others.
         config.option.continue_on_collection_errors = True
 
     @property
     def is_worker(self) -> bool:
         return hasattr(self.config, "workerinput")
+
+    def pytest_sessionstart(self) -> None:
+        """The process that reports shows what happens in all of them, unless asked to be quiet."""
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if not self.is_worker and reporter is not None and self.config.get_verbosity() >= 0:
+            self._reader = ProgressReader(
+                self.settings.artifacts / PROGRESS, lambda line: reporter.write_line(f"kvcheck: {line}")
+            )
 
     # --- order -----------------------------------------------------------------------------------
     @pytest.hookimpl(tryfirst=True)
@@ -73,7 +86,9 @@ class KvSession:
         if self._bench is None:
             from pytest_kvcheck.judge import Bench
 
-            self._bench = Bench(self.settings)
+            who = f"[{self.config.workerinput['workerid']}] " if self.is_worker else ""  # type: ignore[attr-defined]
+            self._progress = ProgressWriter(self.settings.artifacts / PROGRESS, who)
+            self._bench = Bench(self.settings, self._progress)
         return self._bench
 
     @pytest.hookimpl(wrapper=True)
@@ -156,3 +171,9 @@ class KvSession:
         if self._bench is not None:
             self._bench.close()
             self._bench = None
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None

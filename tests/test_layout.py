@@ -11,9 +11,9 @@ PACKAGE = Path(__file__).parent.parent / "pytest_kvcheck"
 
 # Highest first. Names on one line are one layer: they import each other only inside one folder.
 LAYERS: list[tuple[str, ...]] = [
-    ("plugin", "cli", "items", "session", "settings", "doctor", "progress"),
+    ("plugin", "cli", "items", "session", "doctor", "progress"),
     ("fixtures", "shrink", "compare"),
-    ("judge", "examine"),
+    ("judge", "examine", "settings"),
     ("launch",),
     ("workloads", "engines"),
     ("client", "oracles"),

@@ -1,0 +1,254 @@
+"""From a case to its result: finds or starts its server, has it examined, lets the oracles judge."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from pytest_kvcheck.cells import Case, Cell
+from pytest_kvcheck.engines import make_engine
+from pytest_kvcheck.engines.base import Engine
+from pytest_kvcheck.examine import Bed, Examination, clean
+from pytest_kvcheck.findings import Finding, gravest
+from pytest_kvcheck.launch.errors import LaunchError
+from pytest_kvcheck.launch.models import vocab_size_of
+from pytest_kvcheck.launch.server import Server
+from pytest_kvcheck.operations import Plan
+from pytest_kvcheck.oracles import ORACLES, judge
+from pytest_kvcheck.oracles.base import CaseFacts, ServerFacts
+from pytest_kvcheck.oracles.logprobs import measure
+from pytest_kvcheck.report.results import CaseResult, KnownRef, write_result
+from pytest_kvcheck.settings import Settings
+from pytest_kvcheck.trace import Clock, TraceHeader, TraceWriter
+from pytest_kvcheck.workloads import make_plan, why_not
+
+# Seconds that one request of a plan takes, about: --kvcheck-budget turns them into rounds. A guess is enough,
+# since it scales nothing but the number of rounds; and it is fixed, so that equal options give equal plans.
+REQUEST_SECONDS = {"reference": 0.02, "sglang": 0.1, "vllm": 0.1}
+DEFAULT_VOCABULARY = 512
+
+
+@dataclass(slots=True)
+class _Failure:
+    """A server that would not start: its other cases get the same words, and no second wait."""
+
+    error: LaunchError
+    reported_by: str
+
+
+class Bench:
+    """Runs cases one after another, with at most one server of its own at a time."""
+
+    def __init__(self, settings: Settings, progress: Callable[[str], None] = lambda text: None) -> None:
+        self.settings = settings
+        self.progress = progress
+        self._bed: Bed | None = None
+        self._key = ""
+        self._failures: dict[str, _Failure] = {}
+        self._versions: dict[str, str] = {}
+
+    def run(self, case: Case, case_id: str, *, last: bool) -> CaseResult:
+        """Run one case. Whatever goes wrong becomes its result; only ``KeyboardInterrupt`` gets out.
+
+        ``last``: no other case needs this server, so it is stopped and its remains are part of the verdict.
+        """
+        started = time.monotonic()
+        result = self._blank(case, case_id)
+        folder = self.settings.artifacts / _slug(case_id)
+        try:
+            result = self._run(case, result, folder, last)
+        except LaunchError as error:
+            result = replace(result, outcome="error", reason=str(error))
+        except Exception as error:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "harness-error.txt").write_text(traceback.format_exc())
+            result = replace(
+                result,
+                outcome="error",
+                reason=f"kvcheck itself failed: {type(error).__name__}: {error}. The traceback is in "
+                f"{folder / 'harness-error.txt'}; please report it. The other cases go on.",
+            )
+            self._stop()
+        result = replace(result, duration_s=round(time.monotonic() - started, 3))
+        if result.outcome != "skipped":
+            write_result(folder, result)
+        return result
+
+    def close(self) -> None:
+        """Stop what runs. Safe to call again."""
+        self._stop()
+
+    # --- one case --------------------------------------------------------------------------------
+    def _run(self, case: Case, result: CaseResult, folder: Path, last: bool) -> CaseResult:
+        cell = case.cell
+        reason = self._why_not(case)
+        if reason is not None:
+            return replace(result, outcome="skipped", reason=reason)
+        bed = self._bed_for(cell, result.id)
+        seed = result.seed
+        plan = self._plan(case, bed, seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        gauges = folder / "gauges.jsonl"
+        gauges.unlink(missing_ok=True)
+        engine = bed.server.engine
+        header = TraceHeader(
+            family=cell.family,
+            cell=cell.name,
+            workload=case.workload.name,
+            seed=seed,
+            engine=engine.name,
+            engine_version=engine.version,
+            started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            argv=list(bed.server.argv),
+            model=cell.model.path,
+            params=dict(plan.params),
+            must_exercise=list(plan.must_exercise),
+        )
+        self.progress(f"{cell.name}::{case.workload.name}: {len(plan.operations)} operations")
+        with TraceWriter(folder / "trace.jsonl", header) as trace:
+            facts = Examination(bed, case, plan, trace, seed).run(gauges)
+            dirty = facts.idle is None or not clean(facts.idle) or not facts.server.alive
+            if last and not bed.server.attached:
+                facts.server = self._stop() or facts.server
+            findings = judge(facts)
+        outcome = gravest(findings)
+        if outcome not in ("passed", "unexercised") or (dirty and not bed.server.attached):
+            self._stop()  # the next case must not inherit what this one left
+        return self._result(result, facts, findings, folder, header.argv)
+
+    def _result(
+        self, result: CaseResult, facts: CaseFacts, findings: list[Finding], folder: Path, argv: list[str]
+    ) -> CaseResult:
+        return replace(
+            result,
+            outcome=gravest(findings),
+            reason=findings[0].headline if findings else "",
+            engine_version=facts.engine_version,
+            exercised=dict(facts.exercised),
+            findings=findings,
+            argv=list(argv),
+            trace=str(folder / "trace.jsonl"),
+            log=str(facts.log_path) if facts.log_path else "",
+            lacks=dict(facts.promises.lacks),
+            judged=sorted(set(ORACLES) - set(facts.promises.lacks)),
+            noise_floor=measure(facts.records).limit,
+        )
+
+    def _blank(self, case: Case, case_id: str) -> CaseResult:
+        cell = case.cell
+        return CaseResult(
+            id=case_id,
+            engine=cell.engine,
+            cell=cell.name,
+            workload=case.workload.name,
+            outcome="error",
+            seed=self._seed(case),
+            family=cell.family,
+            device=cell.device,
+            launch_key=cell.launch_key,
+            known=[KnownRef(**asdict(known)) for known in case.known],
+        )
+
+    def _why_not(self, case: Case) -> str | None:
+        """Why the engine, its version or the cell cannot run the case, or None."""
+        cell = case.cell
+        engine = make_engine(cell.engine)
+        version = "" if self.settings.url or cell.command else self._installed(engine)
+        reason = engine.unsupported(cell, cell.device, version)
+        return reason or why_not(case.workload.name, cell, case.workload.params)
+
+    def _installed(self, engine: Engine) -> str:
+        """The installed version, or "" where there is none: starting the server will say that in full."""
+        if engine.name not in self._versions:
+            try:
+                self._versions[engine.name] = engine.installed_version(self._python())
+            except LookupError:
+                self._versions[engine.name] = ""
+        return self._versions[engine.name]
+
+    def _plan(self, case: Case, bed: Bed, seed: int) -> Plan:
+        def made(scale: float) -> Plan:
+            return make_plan(
+                case.workload.name,
+                case.cell,
+                vocab_size=bed.vocab_size,
+                seed=seed,
+                params=case.workload.params,
+                scale=scale,
+                sessions=bed.rules.sessions,
+            )
+
+        plan = made(1.0)
+        if self.settings.budget is None:
+            return plan
+        requests = sum(op.generates for op in plan.operations)
+        estimate = requests * REQUEST_SECONDS[case.cell.engine]
+        return plan if estimate <= self.settings.budget else made(self.settings.budget / estimate)
+
+    def _seed(self, case: Case) -> int:
+        """A seed of the case's own, equal on every machine and for any number of workers."""
+        text = f"{self.settings.seed}/{case.cell.name}/{case.workload.name}/{case.repeat}"
+        return zlib.crc32(text.encode())
+
+    # --- the server ------------------------------------------------------------------------------
+    def _python(self) -> str:
+        return self.settings.python or sys.executable
+
+    def _bed_for(self, cell: Cell, case_id: str) -> Bed:
+        key = cell.launch_key
+        if self._bed is not None and (self._key != key or not self._bed.server.alive()):
+            self._stop()
+        if self._bed is None:
+            failure = self._failures.get(key)
+            if failure is not None:
+                raise LaunchError(
+                    f"its server did not start for {failure.reported_by} either: {failure.error.paragraph}"
+                )
+            try:
+                self._bed, self._key = self._start(cell), key
+            except LaunchError as error:
+                self._failures[key] = _Failure(error, case_id)
+                raise
+        return self._bed
+
+    def _start(self, cell: Cell) -> Bed:
+        engine: Engine = make_engine(cell.engine)
+        clock = Clock()
+        if self.settings.url is not None:
+            server = Server.attach(engine, self.settings.url, cell, clock=clock.now)
+        else:
+            self.progress(f"starting {cell.engine} for {cell.name}")
+            began = time.monotonic()
+            server = Server.start(
+                engine,
+                cell,
+                python=self._python(),
+                artifacts_dir=self.settings.artifacts / "servers",
+                gpus=self.settings.gpus,
+                clock=clock.now,
+            )
+            self.progress(f"{cell.engine} {engine.version} ready after {time.monotonic() - began:.1f} s")
+        vocabulary = cell.model.vocab_size or vocab_size_of(cell.model.path) or DEFAULT_VOCABULARY
+        return Bed(server, clock, cell, vocabulary, engine.rules(cell))
+
+    def _stop(self) -> ServerFacts | None:
+        bed, self._bed = self._bed, None
+        return None if bed is None else bed.server.stop()
+
+
+def _slug(case_id: str) -> str:
+    """A folder name that is legal and unique: the readable part, and a digest where it was cut or changed."""
+    plain = re.sub(r"[^A-Za-z0-9._#=-]+", "_", case_id).strip("_")
+    if len(plain) <= 120:
+        return plain
+    return f"{plain[:100]}-{hashlib.sha256(case_id.encode()).hexdigest()[:12]}"
