@@ -1,0 +1,184 @@
+"""Turns that are aborted or rejected, and the turn after them: the session must be as if they never were."""
+
+from __future__ import annotations
+
+from pytest_kvcheck.cells import Cell
+from pytest_kvcheck.operations import Plan
+from pytest_kvcheck.workloads.base import (
+    Numbers,
+    Workload,
+    WorkloadContext,
+    longest,
+    room,
+    rows,
+    share,
+)
+
+APPEND = 24
+
+
+def _nth_mid_abort(context: WorkloadContext) -> Plan:
+    return _mid_abort(context, "nth-mid-abort", before=context.number("turns_before"))
+
+
+def _first_mid_abort(context: WorkloadContext) -> Plan:
+    return _mid_abort(context, "first-mid-abort", before=0)
+
+
+def _mid_abort(context: WorkloadContext, workload: str, before: int) -> Plan:
+    """Each round: some finished turns, one aborted when it has shown n tokens, two that must follow on from
+    the last finished one. Sessions of a round run side by side and are aborted at different n.
+    """
+    plan = context.builder(workload)
+    count, new = context.number("sessions"), context.number("max_new_tokens")
+    for round_ in range(context.rounds):
+        names = [f"r{round_}-s{at}" for at in range(count)]
+        for name in names:
+            plan.open(name)
+        for turn in range(before):
+            for name in names:
+                plan.turn(name, APPEND, 8, label=f"{name} turn {turn + 1}")
+        plan.fence()
+        for at, name in enumerate(names):
+            target = plan.turn(name, APPEND, new, expect="either", label=f"{name} aborted turn")
+            plan.abort(target, when_tokens=1 + (round_ * count + at) % 6)
+        plan.fence()
+        for turn in range(2):
+            for name in names:
+                plan.turn(name, APPEND, 8, logprobs="output", label=f"{name} turn {turn + 1} after the abort")
+            plan.fence()
+        for name in names:
+            plan.close(name)
+        plan.fence()
+    return context.plan(plan, "abort_mid_decode", "cached_turn")
+
+
+def _pre_abort(context: WorkloadContext) -> Plan:
+    """Each round: a finished turn, one that the engine must reject before it runs, one that must go on as if
+    it had not been sent. Rejected for a parameter that sessions refuse, and for its length together with the
+    history (by itself it would fit).
+    """
+    plan = context.builder("pre-abort")
+    limit = context.cell.features.context_length
+    for round_ in range(context.rounds):
+        name = f"s{round_}"
+        plan.open(name)
+        plan.turn(name, APPEND, 8, label=f"{name} turn 1")
+        if context.sessions == "streaming":
+            plan.turn(name, APPEND, 8, expect="reject", invalid="offset", label=f"{name} with an offset")
+            plan.turn(name, APPEND, 8, label=f"{name} after the offset")
+        plan.turn(name, limit - 8, 8, expect="reject", label=f"{name} over-length")
+        plan.turn(name, APPEND, 8, label=f"{name} after the over-length")
+        plan.close(name)
+    return context.plan(plan, "reject", "cached_turn")
+
+
+def _queued_abort(context: WorkloadContext) -> Plan:
+    """Plain requests fill every row; turns that are still queued behind them are aborted, and then repeated."""
+    plan = context.builder("queued-abort")
+    count, fillers = context.number("sessions"), context.cell.features.max_running
+    new = min(context.number("filler_tokens"), share(context.cell, fillers + count) - 8)
+    for round_ in range(context.rounds):
+        names = [f"r{round_}-s{at}" for at in range(count)]
+        for name in names:
+            plan.open(name)
+        # Every other session has a past: its row is kept for it while it waits.
+        for name in names[::2]:
+            plan.turn(name, APPEND, 4, label=f"{name} turn 1")
+        plan.fence()
+        busy = [plan.generate(8, new, label=f"filler {at}") for at in range(fillers)]
+        plan.hold(plan.running(filler) for filler in busy[: fillers - len(names[::2])])
+        for name in names:
+            target = plan.turn(name, APPEND, 8, expect="either", label=f"{name} queued turn")
+            plan.abort(target, when_tokens=0)
+        plan.fence()
+        for turn in range(2):
+            for name in names:
+                plan.turn(name, APPEND, 8, logprobs="output", label=f"{name} turn {turn + 1} after the abort")
+            plan.fence()
+        for name in names:
+            plan.close(name)
+        plan.fence()
+    return context.plan(plan, "abort_queued", "cached_turn")
+
+
+def _prefill_abort(context: WorkloadContext) -> Plan:
+    """A prompt of many chunks is aborted before it shows a token, beside a request that goes on decoding."""
+    plan = context.builder("prefill-abort")
+    chunk = context.chunk or 1
+    size = min(share(context.cell, 3) - 64, context.number("chunks") * chunk)
+    plan.generate(chunk + 5, 2, label="a prompt of two chunks")
+    plan.fence()
+    for round_ in range(context.rounds):
+        name = f"s{round_}"
+        plan.open(name)
+        if round_ % 2:
+            plan.turn(name, APPEND, 4, label=f"{name} turn 1")
+        plan.fence()
+        bystander = plan.generate(APPEND, 48, logprobs="output", label="bystander")
+        plan.hold([plan.running(bystander)])
+        target = plan.turn(name, size - round_ % 3, 4, expect="either", label=f"{name} long turn")
+        plan.abort(target, when_tokens=0)
+        plan.fence()
+        plan.turn(name, APPEND, 8, logprobs="output", label=f"{name} after the abort")
+        plan.turn(name, APPEND, 8, logprobs="output", label=f"{name} after that")
+        plan.close(name)
+        plan.fence()
+    return context.plan(plan, "abort_queued", "chunked_prefill", "cached_turn")
+
+
+def _prefill_abort_applies(cell: Cell, params: Numbers) -> str | None:
+    chunk = cell.features.chunked_prefill
+    if chunk is None:
+        return "needs chunked_prefill"
+    if 2 * chunk > longest(cell) - 64:
+        return f"needs a context of more than two chunks of {chunk} tokens"
+    return room(cell, 3, 2 * chunk + 64)
+
+
+def _mid_abort_applies(cell: Cell, params: Numbers) -> str | None:
+    history = int(params.get("turns_before", 0)) * (APPEND + 8) + 3 * (APPEND + 8)
+    return room(cell, int(params["sessions"]), history + int(params["max_new_tokens"]))
+
+
+ABORTS = (
+    Workload(
+        "nth-mid-abort",
+        "A later turn is aborted when it has shown n tokens; the next goes on from the last finished one.",
+        _nth_mid_abort,
+        {"sessions": 2, "rounds": 3, "turns_before": 2, "max_new_tokens": 256},
+        _mid_abort_applies,
+    ),
+    Workload(
+        "first-mid-abort",
+        "The first turn is aborted when it has shown n tokens; the session must be as new.",
+        _first_mid_abort,
+        {"sessions": 2, "rounds": 3, "max_new_tokens": 256},
+        _mid_abort_applies,
+    ),
+    Workload(
+        "pre-abort",
+        "A turn that the engine must reject before it runs; the session's state stays intact.",
+        _pre_abort,
+        {"rounds": 3},
+        lambda cell, params: room(cell, 1, 4 * (APPEND + 8)),
+    ),
+)
+MORE_ABORTS = (
+    Workload(
+        "queued-abort",
+        "Turns are aborted while they wait behind a full batch, and then repeated.",
+        _queued_abort,
+        {"sessions": 2, "rounds": 2, "filler_tokens": 160},
+        lambda cell, params: (
+            rows(cell, int(params["sessions"]) + 1) or room(cell, cell.features.max_running, APPEND * 4 + 40)
+        ),
+    ),
+    Workload(
+        "prefill-abort",
+        "A prompt of many chunks is aborted before its first token, beside a decoding request.",
+        _prefill_abort,
+        {"rounds": 4, "chunks": 7},
+        _prefill_abort_applies,
+    ),
+)
