@@ -54,13 +54,15 @@ class Rules:
 
     ``sessions``: "streaming" (the server keeps the history) or "resent" (the client sends it whole again and
     the prefix cache may hit). ``aborted_turn_keeps_kv``: whether cached tokens may be fewer after an abort.
-    ``stale_when_idle``: gauges move only with a batch, so a one-token request must go before a reading.
+    ``stale_when_idle``: gauges move only with a batch, so a request of ``refresh_tokens`` output tokens must
+    end before a reading (SGLang publishes its session gauges only with a decode step, not with a prefill).
     ``last_token_optional``: the last sampled token of a turn may be missing from the cached length.
     ``has``: names of oracles and gauges that this version has (golden list); ``lacks``: name -> reason.
     """
 
     sessions: Literal["streaming", "resent"] = "streaming"
     stale_when_idle: bool = True
+    refresh_tokens: int = 2
     has: frozenset[str] = frozenset()
     lacks: Mapping[str, str] = field(default_factory=dict)
 

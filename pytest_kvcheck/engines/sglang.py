@@ -213,6 +213,7 @@ class SglangEngine(Engine):
         return Rules(
             sessions="streaming" if cell.features.streaming_session else "resent",
             stale_when_idle=True,
+            refresh_tokens=2,
             has=frozenset(GAUGES_AND_CHECKS) - lacks.keys(),
             lacks=lacks,
         )

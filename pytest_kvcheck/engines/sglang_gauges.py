@@ -1,7 +1,8 @@
 """SGLang's own account over HTTP: ``/v1/loads`` (fresh, coarse) and ``/metrics`` (split by pool, may be stale).
 
 ``/metrics`` moves with a batch, and at the change from busy to idle in newer releases; what changes at idle
-(a session closed) shows only after the next batch or 30 s. ``/v1/loads`` is right at once but knows one sum.
+(a session closed) shows only after the next request of two output tokens or more, or after 30 s: a prefill
+alone refreshes the pool's gauges, not the sessions'. ``/v1/loads`` is right at once but knows one sum.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from pytest_kvcheck.client.control import Control
@@ -63,7 +65,7 @@ def read_account(
         source=f"{loads.source} + /metrics",
         running=loads.running if loads.running is not None else metrics.get("num_running_reqs"),
         waiting=loads.waiting if loads.waiting is not None else metrics.get("num_queue_reqs"),
-        sessions=metrics.get("num_streaming_sessions"),
+        sessions=_sessions(metrics, recent),
         retracted_total=metrics.get("num_retracted_requests_total"),
         aborted_total=metrics.get("num_aborted_requests_total"),
         error=loads.error,
@@ -73,9 +75,10 @@ def read_account(
     else:
         found = answer.error or f"HTTP {answer.status}"
         sample.error = f"/metrics: {found}; the server needs --enable-metrics. {sample.error}".strip()
-    sample.pools = [_full_pool(full, metrics, recent)]
+    idle = sample.running == sample.waiting == 0
+    sample.pools = [_full_pool(full, metrics, idle, recent)]
     if swa:
-        sample.pools.append(_swa_pool(metrics, recent))
+        sample.pools.append(_swa_pool(metrics, idle, recent))
     return sample
 
 
@@ -101,7 +104,9 @@ def parse_metrics(text: str, names: set[str]) -> dict[str, int]:
     return values
 
 
-def _full_pool(loads: PoolGauge | None, metrics: Mapping[str, int], recent: Sequence[LogEvent]) -> PoolGauge:
+def _full_pool(
+    loads: PoolGauge | None, metrics: Mapping[str, int], idle: bool, recent: Sequence[LogEvent]
+) -> PoolGauge:
     available, evictable = metrics.get("kv_available_tokens"), metrics.get("kv_evictable_tokens")
     used = metrics.get("kv_used_tokens")
     if loads is not None and loads.used is not None:
@@ -110,44 +115,53 @@ def _full_pool(loads: PoolGauge | None, metrics: Mapping[str, int], recent: Sequ
         used = loads.used
     elif used is None:
         used = metrics.get("num_used_tokens")
-    total = metrics.get("max_total_num_tokens", loads.total if loads else None)
-    held = metrics.get("streaming_session_held_tokens") if available is not None else None
-    return _with_split("full", total, used, available, evictable, held, recent)
+    gauge = PoolGauge(
+        pool="full",
+        total=metrics.get("max_total_num_tokens", loads.total if loads else None),
+        used=used,
+        available=available,
+        evictable=evictable,
+        session_held=metrics.get("streaming_session_held_tokens") if available is not None else None,
+    )
+    if gauge.session_held is not None and used is not None and gauge.session_held > used:
+        gauge = msgspec.structs.replace(gauge, session_held=None)  # from before the sessions were closed
+    return _with_split(gauge, idle, recent)
 
 
-def _swa_pool(metrics: Mapping[str, int], recent: Sequence[LogEvent]) -> PoolGauge:
+def _swa_pool(metrics: Mapping[str, int], idle: bool, recent: Sequence[LogEvent]) -> PoolGauge:
     available, evictable = metrics.get("swa_available_tokens"), metrics.get("swa_evictable_tokens")
     used, total = metrics.get("swa_used_tokens"), metrics.get("max_total_num_tokens_swa")
     if total is None and available is not None and evictable is not None and used is not None:
         total = available + evictable + used  # before 0.5.23 no metric names it
-    return _with_split("swa", total, used, available, evictable, None, recent)
+    gauge = PoolGauge(pool="swa", total=total, used=used, available=available, evictable=evictable)
+    return _with_split(gauge, idle, recent)
 
 
-def _with_split(
-    pool: str,
-    total: int | None,
-    used: int | None,
-    available: int | None,
-    evictable: int | None,
-    held: int | None,
-    recent: Sequence[LogEvent],
-) -> PoolGauge:
-    """Adds protected, session-held and uncached from the pool's last busy line, if nothing moved since."""
-    split: dict[str, Any] = {}
+def _with_split(gauge: PoolGauge, idle: bool, recent: Sequence[LogEvent]) -> PoolGauge:
+    """Adds protected, session-held and uncached, as far as the engine's own checks vouch for them.
+
+    The pool's last busy line tells, if nothing moved since. Else, at idle, nothing is uncached; and where busy
+    lines show that the strict checks are on and none of them objected, ``used`` is held by sessions or locked
+    in the tree, for those checks count the same slots one by one.
+    """
     lines = [event.fields for event in recent if event.meaning == "account"]
-    last = next((fields for fields in reversed(lines) if fields.get("pool") == pool), None)
-    if last and available is not None and (last["available"], last["evictable"]) == (available, evictable):
-        split = {name: last[name] for name in ("protected", "uncached")}
-        held = int(last["session_held"])
-    return PoolGauge(
-        pool=pool,
-        total=total,
-        used=used,
-        available=available,
-        evictable=evictable,
-        session_held=held,
-        **split,
-    )
+    last = next((fields for fields in reversed(lines) if fields.get("pool") == gauge.pool), None)
+    if last is None or gauge.available is None:
+        return gauge
+    if (last["available"], last["evictable"]) == (gauge.available, gauge.evictable):
+        split = {name: int(last[name]) for name in ("protected", "session_held", "uncached")}
+        return msgspec.structs.replace(gauge, **split)
+    objected = any(event.meaning == "leak" for event in recent)
+    if idle and not objected and gauge.used is not None and gauge.session_held is not None:
+        locked = gauge.used - gauge.session_held
+        return msgspec.structs.replace(gauge, protected=locked, uncached=0) if locked >= 0 else gauge
+    return gauge
+
+
+def _sessions(metrics: Mapping[str, int], recent: Sequence[LogEvent]) -> int | None:
+    """How many are open: the log says it at once, the gauge with the next decode step."""
+    told = [event.fields["active"] for event in recent if "active" in event.fields]
+    return int(told[-1]) if told else metrics.get("num_streaming_sessions")
 
 
 def _sum(ranks: Sequence[Mapping[str, Any]], name: str) -> int | None:
