@@ -131,8 +131,8 @@ class Startup:
         shown = f" First fatal line ({self.log.path}:{fatal.line}): {fatal.text[:500]}." if fatal else ""
         return LaunchError(
             f"cell {self.cell.name} ({self.cell.at}): expected the {self.engine.name} server to get ready; "
-            f"after {time.monotonic() - self.began:.1f} s it {what}.{shown} Command: {' '.join(self.process.argv)}. "
-            f"Next: {next_step}.",
+            f"after {time.monotonic() - self.began:.1f} s it {what}.{shown} "
+            f"Command: {' '.join(self.process.argv)}. Next: {next_step}.",
             tail=self.log.tail(TAIL),
             log_path=self.log.path,
             exit_status=status,

@@ -144,7 +144,7 @@ class Server:
             control = Control(url)
             port = urlsplit(control.base_url).port or 80
         except ValueError as error:
-            raise LaunchError(str(error)) from None
+            raise LaunchError(f"expected --kvcheck-url http://127.0.0.1:PORT, found {url!r}: {error}") from None
 
         def refused(what: str, next_step: str) -> LaunchError:
             return LaunchError(
@@ -158,7 +158,7 @@ class Server:
                 if time.monotonic() > deadline:
                     answer = control.get("/health", timeout=5.0)
                     said = f"HTTP {answer.status} for GET /health" if answer.status else answer.error
-                    raise error(
+                    raise refused(
                         f"did not get ready within {timeout:.0f} s, found {said}", "start it, wait, rerun"
                     )
                 time.sleep(0.2)
