@@ -183,7 +183,12 @@ class SglangEngine(Engine):
             for name, value in expected.items()
             if name in info and name not in overlaid and info[name] != value
         ]
-        out += [f"{name}: the server does not say what it is" for name in expected if name not in info]
+        # A server that knows nothing of a feature runs without it, which is what None, False and 1 mean.
+        out += [
+            f"{name}: expected {value}, the server does not say"
+            for name, value in expected.items()
+            if name not in info and value not in (None, False, 1)
+        ]
         capacity = _memory(info).get("token_capacity", info.get("max_total_num_tokens"))
         if want.pool_tokens and "max_total_tokens" not in overlaid and isinstance(capacity, int):
             rounded = want.pool_tokens // want.page_size * want.page_size
