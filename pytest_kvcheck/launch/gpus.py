@@ -177,7 +177,7 @@ def lease_gpus(count: int, choice: str = "auto", timeout: float = 1800.0) -> Gpu
         if time.monotonic() >= deadline:
             raise LaunchError(
                 f"expected {count} free GPUs of {allowed} within {timeout:.0f} s, found them leased by other "
-                f"kvcheck processes (lock files in {folder}); use fewer xdist workers than GPUs, or --kvcheck-gpus"
+                f"kvcheck processes (lock files in {folder}); use no more xdist workers than GPUs"
             )
         time.sleep(0.5)
 

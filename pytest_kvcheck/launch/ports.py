@@ -79,8 +79,8 @@ def lease_ports(size: int = PORTS_PER_SERVER, first: int = FIRST, last: int = LA
         lock.release()
     raise LaunchError(
         f"expected {size} free ports in a row in {first}..{last - 1}, found that every block is leased by "
-        f"another kvcheck process or has a port in use; leases are lock files in {folder}, and `ss -ltnp` shows "
-        "listeners"
+        f"another kvcheck process or has a port in use; leases are lock files in {folder}, `ss -ltnp` shows "
+        "who listens"
     )
 
 
