@@ -1,0 +1,81 @@
+"""Request rows: as many requests as the cell has rows must be able to run side by side (the row probe)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pytest_kvcheck.findings import Finding
+from pytest_kvcheck.oracles.base import CaseFacts
+from pytest_kvcheck.oracles.common import starved
+from pytest_kvcheck.oracles.owner import attribute
+from pytest_kvcheck.trace import OpRecord
+
+NAME = "rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One probe. ``peak``: the greatest number that ran side by side; ``turned_away``: requests that were sent
+    and got their first token only after another one had ended, while the rest all had theirs before.
+    """
+
+    sent: int
+    peak: int
+    turned_away: int
+
+
+def read_probe(records: list[OpRecord]) -> Probe | None:
+    """What a probe says, or None where a request of it did not finish."""
+    if not records or any(r.reply.finish not in ("length", "stop") or r.first_token is None for r in records):
+        return None
+    first_end = min(record.ended for record in records)
+    starts = [(record.first_token or 0.0, record.ended) for record in records]
+    peak = max(sum(begin <= at < end for begin, end in starts) for at, _ in starts)
+    late = sum(
+        begin >= first_end and record.started < first_end
+        for record, (begin, _) in zip(records, starts, strict=True)
+    )
+    return Probe(len(records), peak, late)
+
+
+def judge_rows(facts: CaseFacts) -> list[Finding]:
+    """K11 where two probes of different length run short by the same number of rows.
+
+    The longer probe gives a slow server three times the time to admit everyone; only missing rows hold equally
+    many back. A probe of the fresh launch ("rows before") is the measure where there is one, because an engine
+    may keep rows for itself.
+    """
+    if starved(facts) or not facts.server.alive:
+        return []
+    probes: dict[str, list[OpRecord]] = {}
+    for record in facts.of_phase("probe"):
+        when, _, rest = record.op.label.removeprefix("rows ").partition(" ")
+        if record.op.label.startswith("rows "):
+            probes.setdefault(f"{when} {rest.split()[0]}", []).append(record)
+    read = {name: probe for name, records in probes.items() if (probe := read_probe(records)) is not None}
+    after = [probe for name, probe in read.items() if name.startswith("after")]
+    if len(after) < 2:
+        return []
+    before = [probe.peak for name, probe in read.items() if name.startswith("before")]
+    rows = max(before) if before else min(probe.sent for probe in after)
+    missing = {rows - probe.peak for probe in after}
+    clean = all(probe.turned_away == probe.sent - probe.peak for probe in after)
+    if len(missing) != 1 or not clean or (lost := missing.pop()) <= 0:
+        return []
+    why = attribute(facts, "rows", None)
+    peaks = ", ".join(str(probe.peak) for probe in after)
+    return [
+        Finding(
+            kind="K11",
+            oracle=NAME,
+            status="leak",
+            headline=f"{lost} of {rows} request rows are gone: {rows - lost} plain requests ran side by side",
+            owner=why.owner,
+            evidence=(
+                f"Probes of {after[0].sent} requests reached {peaks}; the others waited until one had ended.",
+                *why.evidence,
+            ),
+            next_step="look at what returns the row of a request that was aborted or retracted while it waited",
+            also=tuple(kind for kind in why.kinds if kind != "K11"),
+        )
+    ]
