@@ -80,8 +80,8 @@ def flags(cell: Cell, device: DeviceName, model: str, draft: str | None, scratch
         "enable-prefix-caching": want.prefix_cache,
         "enable-prompt-tokens-details": True,
         "disable-uvicorn-access-log": True,
-        # Ids go in and ids come out; the synthetic models have no tokenizer at all.
-        "skip-tokenizer-init": True,
+        # Ids go in and ids come out; without a tokenizer there is nothing that could turn them into text.
+        "skip-tokenizer-init": True if _has_no_tokenizer(model) else None,
         "generation-config": "vllm",
         "seed": 0,
     }
@@ -96,6 +96,11 @@ def flags(cell: Cell, device: DeviceName, model: str, draft: str | None, scratch
         if device == "cuda":
             out["async-scheduling"] = want.speculative.overlap
     return out | dict(cell.args)
+
+
+def _has_no_tokenizer(model: str) -> bool:
+    folder = Path(model)
+    return folder.is_dir() and not any(folder.glob("token*"))
 
 
 def _speculative(cell: Cell, draft: str | None, scratch: Path) -> dict[str, Any]:
