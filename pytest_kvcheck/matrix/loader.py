@@ -12,6 +12,8 @@ from pathlib import Path
 from pytest_kvcheck.cells import Cell, DeviceName, EngineName
 from pytest_kvcheck.matrix.problems import MatrixError, MatrixProblem, nearest
 
+__all__ = ["MatrixError", "is_matrix_file", "load", "resolve", "shipped"]
+
 SUFFIXES = (".yaml", ".yml")
 _HEAD_BYTES = 4096
 _PREAMBLE = re.compile(r"\s*(#.*)?$|---\s*(#.*)?$|%")

@@ -1,0 +1,173 @@
+"""What results come to: the table, the findings without repetition, and what was and was not proven."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pytest_kvcheck.findings import Finding, Outcome
+from pytest_kvcheck.report.results import GRAVITY, CaseResult
+
+# What a passed case shows, by the oracle that showed it.
+PROVES = {
+    "conservation": "every KV slot came back, per pool, before any flush",
+    "session_arithmetic": "cached and prompt token counts are exact",
+    "logprobs": "log-probs do not depend on caching, chunking, retraction, speculation or aborts",
+    "liveness": "every operation ended in time and a fresh request completes",
+    "engine_log": "the engine's log holds no fatal line",
+    "residue": "no process, port, descriptor or GPU memory stays",
+    "exercise": "each case did what its name says",
+}
+WORDS: dict[Outcome, str] = {
+    "passed": "ok",
+    "skipped": "skip",
+    "leak": "LEAK",
+    "mismatch": "MISMATCH",
+    "stuck": "STUCK",
+    "crash": "CRASH",
+    "residue": "RESIDUE",
+    "unexercised": "UNEXERCISED",
+    "inconclusive": "INCONCLUSIVE",
+    "error": "ERROR",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One field of the table: the repeats of one case, judged by the gravest."""
+
+    results: tuple[CaseResult, ...]
+
+    @property
+    def gravest(self) -> CaseResult:
+        return min(self.results, key=lambda result: GRAVITY.index(result.outcome))
+
+    @property
+    def count(self) -> str:
+        """``2/3`` where two of three repeats had the gravest outcome; "" where all had it."""
+        same = sum(result.outcome == self.gravest.outcome for result in self.results)
+        return "" if same == len(self.results) else f"{same}/{len(self.results)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cell (of one matrix, on one engine) with an entry for each workload that ran on it."""
+
+    label: str
+    entries: dict[str, Entry]
+
+
+@dataclass(slots=True)
+class Seen:
+    """One fault: its finding as first seen, and each case that showed it."""
+
+    finding: Finding
+    cases: list[tuple[CaseResult, Finding]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Summary:
+    """Everything that the terminal and the HTML report say of a run."""
+
+    rows: list[Row]
+    workloads: list[str]
+    strays: list[CaseResult]
+    counts: dict[Outcome, int]
+    known: int
+    faults: list[Seen]
+    proven: list[str]
+    unproven: list[str]
+
+
+def _matrix(result: CaseResult) -> str:
+    return result.id.partition("::")[0]
+
+
+def _place(result: CaseResult) -> tuple[str, str]:
+    return _matrix(result), result.cell
+
+
+def _rows(cases: Sequence[CaseResult]) -> list[Row]:
+    groups: dict[tuple[str, str, str, str], dict[str, list[CaseResult]]] = {}
+    for result in cases:
+        key = (result.cell, _matrix(result), result.engine, result.engine_version)
+        if not result.engine:  # it failed before an engine was known: it belongs to its cell's only row, if any
+            same = {(other.engine, other.engine_version) for other in cases if _place(other) == _place(result)}
+            same.discard(("", ""))
+            key = (*key[:2], *same.pop()) if len(same) == 1 else key
+        groups.setdefault(key, {}).setdefault(result.workload.partition("#")[0], []).append(result)
+    twice = Counter(cell for cell, *_ in groups)
+    rows = []
+    for (cell, matrix, engine, version), entries in groups.items():
+        others = [key for key in groups if key[0] == cell]
+        told = [
+            part
+            for at, part in ((1, matrix), (2, engine), (3, version))
+            if part and len({key[at] for key in others}) > 1
+        ]
+        label = f"{cell} ({' '.join(told)})" if twice[cell] > 1 and told else cell
+        rows.append(Row(label, {name: Entry(tuple(found)) for name, found in entries.items()}))
+    return rows
+
+
+def _faults(cases: Iterable[CaseResult]) -> list[Seen]:
+    """Findings of one identity on one engine are one fault: it is told once, with every case that shows it."""
+    seen: dict[tuple[str, ...], Seen] = {}
+    for result in cases:
+        for finding in result.findings:
+            key = (*(str(part) for part in finding.identity), result.engine)
+            seen.setdefault(key, Seen(finding)).cases.append((result, finding))
+    return sorted(seen.values(), key=lambda fault: GRAVITY.index(fault.finding.status))
+
+
+def _of(count: int, total: int) -> str:
+    return f"{count} of {total} cases"
+
+
+def _proven(passed: Sequence[CaseResult]) -> list[str]:
+    judged = Counter(name for result in passed for name in set(result.judged))
+    names = [*(name for name in PROVES if name in judged), *sorted(set(judged) - set(PROVES))]
+    return [
+        PROVES.get(name, name)
+        + ("" if judged[name] == len(passed) else f" (in {judged[name]} of {len(passed)})")
+        for name in names
+    ]
+
+
+def _unproven(cases: Sequence[CaseResult], total: int) -> list[str]:
+    lacks: Counter[tuple[str, str]] = Counter()
+    for result in cases:
+        if result.outcome != "skipped":
+            engine = f"{result.engine} {result.engine_version}".strip()
+            lacks.update((f"{name} on {engine}" if engine else name, why) for name, why in result.lacks.items())
+    lines = [f"{name}: {why} ({_of(count, total)})" for (name, why), count in lacks.items()]
+    for outcome, words in (
+        ("skipped", "skipped"),
+        ("unexercised", "ran without doing what they are for"),
+        ("inconclusive", "could not be judged"),
+        ("error", "failed to run"),
+    ):
+        reasons = Counter(result.reason for result in cases if result.outcome == outcome)
+        for reason, count in reasons.items():
+            first = reason.partition("\n")[0]
+            lines.append(f"{_of(count, total)} {words}" + (f": {first}" if first else ""))
+    return lines
+
+
+def summarise(results: Sequence[CaseResult]) -> Summary:
+    """Sum up results, in their order. A result without a cell (a damaged file) is a stray, not a row."""
+    cases = [result for result in results if result.cell and result.workload]
+    strays = [result for result in results if not (result.cell and result.workload)]
+    counts = Counter(result.outcome for result in results)
+    passed = [result for result in cases if result.outcome == "passed"]
+    return Summary(
+        rows=_rows(cases),
+        workloads=list(dict.fromkeys(result.workload.partition("#")[0] for result in cases)),
+        strays=strays,
+        counts={outcome: counts[outcome] for outcome in ("passed", *GRAVITY) if counts[outcome]},
+        known=sum(result.expected for result in results),
+        faults=_faults(results),
+        proven=_proven(passed),
+        unproven=_unproven(results, len(results)),
+    )

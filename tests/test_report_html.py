@@ -1,0 +1,173 @@
+"""The HTML report: self-contained, escaped, with a drawing for a case whose trace is there."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pytest_kvcheck.findings import SEVERITY
+from pytest_kvcheck.report.charts import HEIGHT, WIDTH, timeline
+from pytest_kvcheck.report.html import write_html
+from pytest_kvcheck.report.results import CaseResult, write_result
+from pytest_kvcheck.trace import GaugeSample, Line, PoolGauge, read_trace
+from tests.report_helpers import leak, result, write_trace
+
+VOID = {"meta", "br", "hr", "link", "img"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced and collects attributes and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def page_of(folder: Path, results: list[CaseResult]) -> tuple[str, Page]:
+    path = folder / "out" / "report.html"
+    write_html(path, results, folder / "art")
+    text = path.read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+def test_a_failed_case_shows_its_finding_and_drawing(tmp_path: Path) -> None:
+    trace = tmp_path / "art" / "page-256" / "stress" / "trace.jsonl"
+    write_trace(trace)
+    failed = result("page-256", "stress", "leak", findings=[leak()], trace=str(trace), noise_floor=0.01)
+    _, page = page_of(tmp_path, [failed, result("baseline", "stress")])
+    assert "it has 256." in page.text
+    assert "Owner: session s3, round 2 turn 3 (aborted)." in page.text
+    paths = [attributes["class"] for tag, attributes in page.tags if tag == "path"]
+    assert paths == ["session_held", "protected", "evictable", "uncached"]
+    markers = [attributes["class"] for tag, attributes in page.tags if tag == "g"]
+    assert markers == ["marker retract", "marker abort", *["marker close"] * 4]
+    bars = [str(attributes["class"]).split()[-1] for tag, attributes in page.tags if tag == "rect"]
+    assert sorted(bars) == ["abort"] + ["length"] * 11
+    links = [attributes["href"] for tag, attributes in page.tags if tag == "a" and attributes.get("href")]
+    assert "../art/page-256/stress/trace.jsonl" in links
+    opened = [attributes["id"] for tag, attributes in page.tags if tag == "details" and "open" in attributes]
+    assert opened == ["case-1"]
+
+
+def test_the_file_needs_nothing_from_a_network(tmp_path: Path) -> None:
+    text, page = page_of(tmp_path, [result("a", "w")])
+    assert not re.search(r"https?:|//cdn|@import|url\(", text)
+    assert not [tag for tag, attributes in page.tags if tag == "link" or attributes.get("src")]
+
+
+def test_text_from_a_server_is_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script><img src=x onerror=y>\" ' \udcff"
+    finding = leak(headline=evil, owner=evil, evidence=(evil,), next_step=evil)
+    _, page = page_of(
+        tmp_path,
+        [
+            result(evil, evil, "leak", findings=[finding], reason=evil, argv=[evil], command=evil),
+            CaseResult.failed_to_run(evil, evil),
+        ],
+    )
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
+    assert not [tag for tag, attributes in page.tags if tag == "img" or "onerror" in attributes]
+
+
+def test_a_moved_folder_keeps_its_drawings_and_a_damaged_trace_costs_only_its_own(tmp_path: Path) -> None:
+    good, bad = tmp_path / "art" / "x" / "w" / "trace.jsonl", tmp_path / "art" / "y" / "w" / "trace.jsonl"
+    write_trace(good, leaking=False)
+    bad.parent.mkdir(parents=True)
+    bad.write_text('garbage\n{"record": "note", "t": 1, "what": "x"}\n')
+    _, page = page_of(
+        tmp_path,
+        [
+            result("x", "w", trace="/elsewhere/.kvcheck/x/w/trace.jsonl"),
+            result("y", "w", trace=str(bad)),
+            result("z", "w", trace="gone/trace.jsonl"),
+        ],
+    )
+    assert sum(tag == "svg" for tag, _ in page.tags) == 1
+    assert "no timeline: " in page.text
+    assert "expected a kvcheck trace line" in page.text
+    assert "no timeline: no trace at gone/trace.jsonl" in page.text
+
+
+def test_gauges_in_a_file_of_their_own_are_drawn(tmp_path: Path) -> None:
+    trace = tmp_path / "art" / "x" / "w" / "trace.jsonl"
+    write_trace(trace)
+    lines = trace.read_text().splitlines(keepends=True)
+    trace.with_name("gauges.jsonl").write_text("".join(line for line in lines if '"gauges"' in line))
+    trace.write_text("".join(line for line in lines if '"gauges"' not in line))
+    _, page = page_of(tmp_path, [result("x", "w", trace=str(trace))])
+    assert sum(tag == "path" for tag, _ in page.tags) == 4
+
+
+@pytest.mark.parametrize("outcome", [*SEVERITY, "passed", "skipped", "error"])
+def test_every_outcome_has_a_page(outcome: str, tmp_path: Path) -> None:
+    _, page = page_of(tmp_path, [result("a", "w", outcome)])  # type: ignore[arg-type]
+    assert page.text
+
+
+def test_no_results_and_stray_results(tmp_path: Path) -> None:
+    page_of(tmp_path, [])
+    _, page = page_of(tmp_path, [CaseResult.failed_to_run("x/result.json", "damaged")])
+    assert "damaged" in page.text
+
+
+def test_results_read_from_files_make_the_report(tmp_path: Path) -> None:
+    from pytest_kvcheck.report.results import read_results
+
+    write_result(tmp_path / "art" / "a", result("a", "w"))
+    write_result(tmp_path / "art" / "b", result("b", "w", "stuck", reason="turn 3 did not end"))
+    _, page = page_of(tmp_path, read_results(tmp_path / "art"))
+    assert "turn 3 did not end" in page.text
+
+
+def numbers(path: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\d+\.\d+", path)]
+
+
+def test_a_drawing_stays_inside_its_box_and_is_thinned(tmp_path: Path) -> None:
+    lines: list[Line] = [
+        GaugeSample(t=100 + t / 10, source="x", pools=[PoolGauge(total=1000, used=t % 700)])
+        for t in range(10_000)
+    ]
+    drawing = timeline(lines, operations=True)
+    assert drawing is not None
+    (pool,) = drawing.pools
+    (area,) = pool.areas
+    assert (area.part, area.last) == ("used", 9_999 % 700)
+    xs, ys = numbers(area.path)[::2], numbers(area.path)[1::2]
+    assert min(xs) == 0.0
+    assert max(xs) == WIDTH
+    assert min(ys) >= 0.0
+    assert max(ys) == HEIGHT
+    assert len(area.path) < 40_000
+
+
+def test_an_empty_or_idle_trace_draws_nothing_or_a_flat_line(tmp_path: Path) -> None:
+    assert timeline([], operations=True) is None
+    flat = timeline([GaugeSample(t=1.0, source="x", pools=[PoolGauge(used=0)])], operations=True)
+    assert flat is not None
+    assert flat.pools[0].areas == []
+    write_trace(tmp_path / "t.jsonl")
+    full = timeline(read_trace(tmp_path / "t.jsonl"), operations=False)
+    assert full is not None
+    assert full.bars == []
