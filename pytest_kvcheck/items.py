@@ -107,4 +107,4 @@ class KvItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        return self.path, self.case.cell.at.line - 1, self.plain_id
+        return self.path, self.case.cell.at.line - 1, self.name

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
 
 
 class ProgressWriter:
@@ -56,3 +57,32 @@ class ProgressReader:
         """Show what has been written so far and end the thread."""
         self._stop.set()
         self._thread.join(timeout=5)
+
+
+class Screen:
+    """Writes whole lines to the terminal while a test runs.
+
+    Then descriptor 1 leads into pytest's capture, so the real one is kept from before the first test.
+    """
+
+    def __init__(self, reporter: Any) -> None:
+        self._reporter = reporter
+        self._out: TextIO | None = None
+        try:
+            real = os.dup(reporter._tw._file.fileno())
+            self._out = os.fdopen(real, "w", encoding="utf-8", errors="replace")
+        except (OSError, ValueError):
+            return  # a terminal that is no file, as in pytest's own tests: nothing is shown
+
+    def show(self, text: str) -> None:
+        if self._out is None:
+            return
+        # -2 is the reporter's own word for "at the start of a line": it prints the test's name again.
+        begun, self._reporter.currentfspath = self._reporter.currentfspath, -2
+        self._out.write(("" if begun in (-2, None) else "\n") + f"kvcheck: {text}\n")
+        self._out.flush()
+
+    def close(self) -> None:
+        if self._out is not None:
+            self._out.close()
+            self._out = None

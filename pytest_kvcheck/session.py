@@ -14,7 +14,7 @@ import pytest
 
 from pytest_kvcheck import settings
 from pytest_kvcheck.items import KvItem
-from pytest_kvcheck.progress import ProgressReader, ProgressWriter
+from pytest_kvcheck.progress import ProgressReader, ProgressWriter, Screen
 from pytest_kvcheck.report.results import CaseResult
 
 PROGRESS = "progress.log"
@@ -31,6 +31,7 @@ class KvSession:
         self._bench: Any = None
         self._progress: ProgressWriter | None = None
         self._reader: ProgressReader | None = None
+        self._screen: Screen | None = None
         # One bad matrix must not cost the results of the others.
         config.option.continue_on_collection_errors = True
 
@@ -42,9 +43,8 @@ class KvSession:
         """The process that reports shows what happens in all of them, unless asked to be quiet."""
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         if not self.is_worker and reporter is not None and self.config.get_verbosity() >= 0:
-            self._reader = ProgressReader(
-                self.settings.artifacts / PROGRESS, lambda line: reporter.write_line(f"kvcheck: {line}")
-            )
+            self._screen = Screen(reporter)
+            self._reader = ProgressReader(self.settings.artifacts / PROGRESS, self._screen.show)
 
     # --- order -----------------------------------------------------------------------------------
     @pytest.hookimpl(tryfirst=True)
@@ -177,3 +177,6 @@ class KvSession:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        if self._screen is not None:
+            self._screen.close()
+            self._screen = None
