@@ -271,9 +271,9 @@ class _Exchange:
         return reply
 
     def cut(self, finish: Finish, message: str) -> Reply:
-        """The reply of an exchange that this client ended: what is missing is not the server's fault."""
+        """The reply of an exchange that this client ended; parsers find no fault in what did not arrive."""
         reply = self._parser.finish(self._status, message, complete=False)
-        reply.finish, reply.message, reply.faults = finish, message, []
+        reply.finish, reply.message = finish, message
         reply.events = reply.events or self._events
         return reply
 
