@@ -59,7 +59,7 @@ def test_a_failed_case_shows_its_finding_and_drawing(tmp_path: Path) -> None:
     assert "it has 256." in page.text
     assert "Owner: session s3, round 2 turn 3 (aborted)." in page.text
     paths = [attributes["class"] for tag, attributes in page.tags if tag == "path"]
-    assert paths == ["session_held", "protected", "evictable", "uncached"]
+    assert paths == ["uncached", "protected", "session_held", "evictable"]
     markers = [attributes["class"] for tag, attributes in page.tags if tag == "g"]
     assert markers == ["marker retract", "marker abort", *["marker close"] * 4]
     bars = [str(attributes["class"]).split()[-1] for tag, attributes in page.tags if tag == "rect"]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pytest_kvcheck.trace import GaugeSample, Line, OpRecord, PoolGauge
 
 WIDTH, HEIGHT, LANE = 900.0, 130.0, 12.0
-# Parts of a pool that are not free, from the bottom of the drawing upward.
-PARTS = ("session_held", "protected", "evictable", "uncached")
+# Parts of a pool that are not free, from the bottom of the drawing upward: what is lost stays as a floor.
+PARTS = ("uncached", "protected", "session_held", "evictable")
 # More would not be seen at this width, and every case of a long run has its drawing.
 _MOST_SAMPLES, _MOST_MARKERS, _MOST_OPERATIONS = 300, 200, 400
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 import jinja2
+from markupsafe import Markup
 
 from pytest_kvcheck.report import charts
 from pytest_kvcheck.report.results import CaseResult
-from pytest_kvcheck.report.summary import WORDS, summarise
+from pytest_kvcheck.report.summary import WORDS, clean, size_of, summarise
 from pytest_kvcheck.trace import Line, read_trace
 
 _CALM = ("passed", "skipped")
@@ -28,6 +29,11 @@ class _Case:
     timeline: charts.Timeline | None
     problem: str
     links: dict[str, str]
+
+
+def _shown(value: object) -> object:
+    """A value as the page shows it: text from a server without control characters."""
+    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _found(place: str, artifacts: Path) -> Path | None:
@@ -73,6 +79,7 @@ def render_html(results: Sequence[CaseResult], artifacts: Path, base: Path) -> s
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_shown,
     )
     environment.filters["ident"] = id
     cases = [_case(result, number, artifacts, base) for number, result in enumerate(results, start=1)]
@@ -83,6 +90,7 @@ def render_html(results: Sequence[CaseResult], artifacts: Path, base: Path) -> s
         words=WORDS,
         calm=_CALM,
         charts=charts,
+        size_of=size_of,
         total=len(results),
         seconds=sum(result.duration_s for result in results),
     )

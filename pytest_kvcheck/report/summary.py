@@ -33,6 +33,18 @@ WORDS: dict[Outcome, str] = {
 }
 
 
+def clean(text: str) -> str:
+    """Text from a server, safe to show: control characters and broken Unicode shown as escapes."""
+    shown = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+    return shown.encode("utf-8", "backslashreplace").decode()
+
+
+def size_of(finding: Finding) -> str:
+    """``256 tokens, 1 page``; "" where the amount is not known."""
+    sizes = ((finding.tokens, "token"), (finding.pages, "page"))
+    return ", ".join(f"{size} {unit}{'' if size == 1 else 's'}" for size, unit in sizes if size is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One field of the table: the repeats of one case, judged by the gravest."""
@@ -78,10 +90,15 @@ class Summary:
     faults: list[Seen]
     proven: list[str]
     unproven: list[str]
+    engines: list[str]
 
 
 def _matrix(result: CaseResult) -> str:
     return result.id.partition("::")[0]
+
+
+def _engine(result: CaseResult) -> str:
+    return f"{result.engine} {result.engine_version}".strip()
 
 
 def _place(result: CaseResult) -> tuple[str, str]:
@@ -139,7 +156,7 @@ def _unproven(cases: Sequence[CaseResult], total: int) -> list[str]:
     lacks: Counter[tuple[str, str]] = Counter()
     for result in cases:
         if result.outcome != "skipped":
-            engine = f"{result.engine} {result.engine_version}".strip()
+            engine = _engine(result)
             lacks.update((f"{name} on {engine}" if engine else name, why) for name, why in result.lacks.items())
     lines = [f"{name}: {why} ({_of(count, total)})" for (name, why), count in lacks.items()]
     for outcome, words in (
@@ -170,4 +187,5 @@ def summarise(results: Sequence[CaseResult]) -> Summary:
         faults=_faults(results),
         proven=_proven(passed),
         unproven=_unproven(results, len(results)),
+        engines=list(dict.fromkeys(_engine(result) for result in cases if result.engine)),
     )

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pytest_kvcheck.findings import Finding, Outcome
+from pytest_kvcheck.findings import Outcome
 from pytest_kvcheck.report.results import CaseResult
-from pytest_kvcheck.report.summary import WORDS, Entry, Seen, Summary, summarise
+from pytest_kvcheck.report.summary import WORDS, Entry, Seen, Summary, clean, size_of, summarise
 
 _STYLES: dict[Outcome, str] = {
     "passed": "green",
@@ -32,12 +32,6 @@ _BAD_SYMBOL = ("\u2717", "x")
 # For tables that are wider than the terminal.
 _SHORT = {"MISMATCH": "MISM", "RESIDUE": "RESID", "UNEXERCISED": "UNEX", "INCONCLUSIVE": "INCON"}
 _MANY_CASES = 6
-
-
-def clean(text: str) -> str:
-    """Text from a server, safe for a terminal: control characters and broken Unicode shown as escapes."""
-    shown = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
-    return shown.encode("utf-8", "backslashreplace").decode()
 
 
 def _unicode_terminal() -> bool:
@@ -136,11 +130,6 @@ def _unconstrained(table: Table, page: _Page) -> bool:
     return page.console.measure(table, options=wide).maximum <= page.width
 
 
-def _amount(finding: Finding) -> str:
-    sizes = ((finding.tokens, "tokens"), (finding.pages, "pages"))
-    return ", ".join(f"{size} {unit}" for size, unit in sizes if size is not None)
-
-
 def _print_fault(fault: Seen, page: _Page) -> None:
     head, *rest = fault.finding.paragraph().splitlines()
     page.line(head, "bold")
@@ -153,7 +142,7 @@ def _print_fault(fault: Seen, page: _Page) -> None:
             page.line(f"{name}: {place}", indent="  ")
     if others:
         shown = [
-            other.id.partition("::")[2] + (f" ({amount})" if (amount := _amount(finding)) else "")
+            other.id.partition("::")[2] + (f" ({amount})" if (amount := size_of(finding)) else "")
             for other, finding in others[:_MANY_CASES]
         ]
         more = f" and {len(others) - _MANY_CASES} more" if len(others) > _MANY_CASES else ""
