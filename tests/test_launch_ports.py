@@ -160,7 +160,7 @@ def test_memory_that_the_engines_process_still_holds_is_left(nvml: FakeNvml) -> 
     nvml.states[0] = GpuState(3 << 30, {7: 2 << 30})
     lease = leased(nvml)
     nvml.states[0] = GpuState(9 << 30, {7: 2 << 30, 8: 6 << 30})
-    lease.note_processes()
+    lease.note_processes(frozenset({1, 2}))  # other pids than NVML's: a container
     assert lease.memory_left(0.1) == 6 << 30
     # Another user's process grew meanwhile: not ours.
     nvml.states[0] = GpuState(8 << 30, {7: 7 << 30})
@@ -168,9 +168,19 @@ def test_memory_that_the_engines_process_still_holds_is_left(nvml: FakeNvml) -> 
     lease.close()
 
 
+def test_a_foreign_process_that_came_after_the_lease_is_not_the_engines(nvml: FakeNvml) -> None:
+    lease = leased(nvml)
+    nvml.states[0] = GpuState(9 << 30, {8: 6 << 30, 9: 2 << 30})
+    lease.note_processes(frozenset({8}))
+    nvml.states[0] = GpuState(4 << 30, {9: 2 << 30, 10: 1 << 30})
+    lease.note_processes(frozenset({8}))
+    assert lease.memory_left(60) == 0
+    lease.close()
+
+
 def test_where_nvml_shows_no_processes_the_sum_on_the_gpu_decides(nvml: FakeNvml) -> None:
     lease = leased(nvml)
-    lease.note_processes()
+    lease.note_processes(frozenset())
     nvml.states[0] = GpuState(5 << 30, {})
     assert lease.memory_left(0.1) == 4 << 30
     nvml.states[0] = GpuState((1 << 30) + (10 << 20), {})  # a driver's bookkeeping
@@ -191,6 +201,6 @@ def test_gpu_memory_that_is_given_back_late_is_waited_for(nvml: FakeNvml) -> Non
 def test_without_nvml_a_given_gpu_is_leased_and_no_memory_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "nvml", lambda: None)
     lease = lease_gpus(1, "0")
-    lease.note_processes()
+    lease.note_processes(frozenset())
     assert lease.memory_left(60) is None
     lease.close()

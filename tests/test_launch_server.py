@@ -50,7 +50,9 @@ def test_a_slow_start_is_waited_for_and_a_stop_leaves_nothing(tmp_path: Path) ->
     assert server.facts() is facts
     assert residue.listener(port) is None
     assert list((tmp_path / "artifacts").glob("scratch-*")) == []
-    assert server.log_tail(1) == ["serving"]
+    assert server.log_tail(1) == ["FATAL a child has ended"]
+    assert server.first_fatal() is None  # our stop brought it about
+    assert server.log_events() == []
 
 
 def test_a_server_that_dies_at_start_fails_with_status_tail_and_first_fatal_line(tmp_path: Path) -> None:

@@ -81,11 +81,17 @@ class GpuLease:
         visible = ",".join(str(index) for index in self.indices)
         return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-    def note_processes(self) -> None:
-        """Remember which processes came onto the GPUs since the lease: they are the engine's."""
+    def note_processes(self, tree: frozenset[int]) -> None:
+        """Remember which of the GPUs' processes are the engine's, ``tree`` being all of its pids.
+
+        Where NVML shows none of the tree (it tells host pids, and we may be in a container), whatever came
+        since the lease counts.
+        """
         for index, state in self._states().items():
             known = self.before.get(index)
-            self.ours.setdefault(index, set()).update(state.by_pid.keys() - (known.by_pid if known else {}))
+            new = state.by_pid.keys() - (known.by_pid if known else {})
+            ours = self.ours.setdefault(index, set())
+            ours.update(new & tree or (new if not ours & tree else ()))
 
     def memory_left(self, timeout: float) -> int | None:
         """Bytes that the ended engine still holds, after waiting at most so long for 0; None: not known.

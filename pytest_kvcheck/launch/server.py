@@ -71,6 +71,7 @@ class Server:
         self._maker = os.getpid()
         self._lock = threading.RLock()
         self._final: ServerFacts | None = None
+        self._stopped_at: int | None = None  # the log's line when we began to stop it
         self._known: dict[int, residue.ProcessFacts] = {}
         self._before = residue.TreeSnapshot()
 
@@ -93,7 +94,7 @@ class Server:
         ``settle`` how many seconds the engine's children may outlive it before they count as left over.
         Raises ``LaunchError``; then nothing of the server is left.
         """
-        device = device or cell.device
+        device, artifacts_dir = device or cell.device, artifacts_dir.resolve()
         with ExitStack() as stack:
             inputs, lease = _prepare(engine, cell, python, device, gpus, artifacts_dir, stack)
             try:
@@ -180,7 +181,7 @@ class Server:
     def _begin(self) -> None:
         self.mark()
         if self._gpus is not None:
-            self._gpus.note_processes()
+            self._gpus.note_processes(frozenset(self._known))
 
     @property
     def attached(self) -> bool:
@@ -248,12 +249,13 @@ class Server:
     def log_events(self, since_line: int = 0, origin: float = 0.0) -> list[LogEvent]:
         """Events after a line, with all that is written by now; their times count from ``origin``.
 
-        ``origin`` is when a trace's clock began, on the clock that was given to :meth:`start`.
+        ``origin`` is when a trace's clock began, on the clock that was given to :meth:`start`. Fatal lines that
+        our own stop brought about are left out: an engine whose children got TERM says that it crashed.
         """
         if self._log is None:
             return []
         self._drain()
-        events = self._log.events(since_line)
+        events = [event for event in self._log.events(since_line) if self._counts(event)]
         return [replace(event, t=event.t - origin) for event in events] if origin else events
 
     def log_tail(self, lines: int = 40) -> list[str]:
@@ -262,9 +264,13 @@ class Server:
         return self._log.tail(lines) if self._log else []
 
     def first_fatal(self) -> LogEvent | None:
-        """The first line that says that the engine is going down."""
+        """The first line that says that the engine is going down, other than by our stop."""
         self._drain()
-        return self._log.first_fatal() if self._log else None
+        event = self._log.first_fatal() if self._log else None
+        return event if event is not None and self._counts(event) else None
+
+    def _counts(self, event: LogEvent) -> bool:
+        return event.meaning != "fatal" or self._stopped_at is None or event.line <= self._stopped_at
 
     def _drain(self) -> None:
         if self._log is not None:
@@ -287,6 +293,10 @@ class Server:
             return self._final
 
     def _stop(self, process: EngineProcess, facts: ServerFacts) -> ServerFacts:
+        if facts.alive:
+            self._stopped_at = self.log_line
+        if self._gpus is not None:
+            self._gpus.note_processes(frozenset(self._known))
         ending = process.stop()
         leftovers = [*ending.leftovers, *(f"{each}, still there after SIGKILL" for each in ending.stuck)]
         # Only where both wardens were killed can anything of the tree be alive now.
