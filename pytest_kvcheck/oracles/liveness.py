@@ -160,8 +160,8 @@ def _rest(facts: CaseFacts) -> list[Finding]:
             oracle=NAME,
             status="inconclusive" if doubt else "stuck",
             headline=(
-                f"the server did not come to rest: {running} running, {waiting} waiting {facts.idle_wait:.0f} s "
-                "after the last request (expected 0)" + (f", but {doubt}" if doubt else "")
+                f"the server did not come to rest: {running} running, {waiting} waiting {facts.idle_wait:.0f} s"
+                " after the last request (expected 0)" + (f", but {doubt}" if doubt else "")
             ),
             owner=name_of(left[0]) if len(left) == 1 else None,
             evidence=(

@@ -36,8 +36,9 @@ def judge_logprobs(facts: CaseFacts) -> list[Finding]:
     corrupt: dict[str, list[Suspect]] = {}
     doubtful: list[Suspect] = []
     references = References(facts.records)
+    rerun = any(record.op.label.startswith("confirm") for record in facts.of_phase("control"))
     for suspect in suspects(facts):
-        if _stands(suspect, references, floor):
+        if _stands(suspect, references, floor, rerun):
             corrupt.setdefault(_kind(suspect, floor), []).append(suspect)
         else:
             doubtful.append(suspect)
@@ -47,11 +48,15 @@ def judge_logprobs(facts: CaseFacts) -> list[Finding]:
     return found or _not_compared(facts, references)
 
 
-def _stands(suspect: Suspect, references: References, floor: Floor) -> bool:
-    """Whether the deviation shows against every scoring of the same ids, and these agree with each other."""
+def _stands(suspect: Suspect, references: References, floor: Floor, rerun: bool) -> bool:
+    """Whether the deviation shows against every scoring of the same ids, and these agree with each other.
+
+    Where nothing at all could be run again (the server died), only what no numerics explain stands.
+    """
     scores = references.of(suspect.emitted.ids)
     if len(scores) < 2:
-        return suspect.spread.kl > GROSS_KL or (suspect.spread.count >= 4 and suspect.spread.mean > GROSS_MEAN)
+        gross = suspect.spread.count >= 4 and suspect.spread.mean > GROSS_MEAN
+        return not rerun and (gross or suspect.spread.kl > GROSS_KL)
     for score in scores:
         places = compare(suspect.emitted, score)
         spread, gap = Spread.of(deltas(places)), max(gaps(places), default=0.0)
@@ -89,7 +94,8 @@ def _also(suspect: Suspect, kind: str, facts: CaseFacts) -> tuple[str, ...]:
 
 
 def _corrupt(kind: str, group: list[Suspect], floor: Floor, facts: CaseFacts) -> Finding:
-    worst = group[0]
+    # A wrong slot stays in its session: of all that read it, the first says most.
+    worst = min(group, key=lambda suspect: suspect.emitted.record.started_seq)
     one, reply = worst.emitted, worst.emitted.record.reply
     features = facts.cell.features
     shift = shifted_by(worst, floor.limit)

@@ -38,9 +38,11 @@ def measure(records: Sequence[OpRecord]) -> Floor:
         values = [delta for score in references.of(one.ids)[:1] for delta in deltas(compare(one, score))]
         if values:
             label = one.record.op.label
-            group = rerun if label.startswith("confirm batched") else batched if "batched" in label else alone
+            group = rerun if label.startswith("confirm") else batched if "batched" in label else alone
             group.append(values)
-    kept, typical = inliers([alone, batched, rerun, _hits(records), _repeats(records)])
+    kept, typical = inliers([alone, batched, _hits(records), _repeats(records)])
+    # Re-runs of suspects may widen the floor, but they are no sample of what is typical.
+    kept += inliers([rerun])[0]
     spread = Spread.of(delta for request in kept for delta in request)
     return Floor(spread, typical, len(alone) + len(batched) + len(rerun))
 
@@ -50,7 +52,7 @@ def _hits(records: Sequence[OpRecord]) -> list[list[float]]:
     first: dict[tuple[int, ...], OpRecord] = {}
     found = []
     for record in records:
-        if record.phase != "control" or record.op.kind != "generate" or "batched" in record.op.label:
+        if not record.op.label.startswith(("control serial", "control hit")):
             continue
         cold = first.setdefault(record.op.input_ids, record)
         if cold is not record:
@@ -73,7 +75,7 @@ def _repeats(records: Sequence[OpRecord]) -> list[list[float]]:
     first: dict[tuple[int, ...], OpRecord] = {}
     found = []
     for record in records:
-        if record.phase == "control" and record.op.kind == "score" and record.reply.input_logprobs:
+        if record.op.label.startswith("control cold") and record.reply.input_logprobs:
             cold = first.setdefault(record.op.input_ids, record)
             if cold is not record:
                 pairs = zip(cold.reply.input_logprobs or [], record.reply.input_logprobs, strict=False)

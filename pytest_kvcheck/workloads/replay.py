@@ -194,21 +194,27 @@ def _spread(targets: list[Emitted], count: int) -> list[Emitted]:
 def confirm_plan(suspects: Sequence[Suspect], start_id: int = CONFIRM) -> Plan:
     """Re-runs of the worst suspects; run it in phase ``control``, then :func:`replay_plan` for its outputs.
 
-    Each is scored three times more and sent as a plain request alone. Then all go side by side, with as much
-    company as the worst had: noise that comes from the shape of a batch shows here, and widens the floor.
+    All suspects of one session are scored three times more at once, and the first of them is sent as a plain
+    request alone. Then all go side by side, with as much company as they had: noise that comes from the shape
+    of a batch shows here, and widens the floor.
     """
-    worst = suspects[:CONFIRMED]
+    groups: dict[str | int, list[Suspect]] = {}
+    for suspect in suspects:
+        op = suspect.emitted.record.op
+        groups.setdefault(op.session or op.id, []).append(suspect)
     chain = _Chain(start_id)
-    for number, suspect in enumerate(worst):
-        one = suspect.emitted
+    crowd: list[tuple[tuple[int, ...], int]] = []
+    company: list[OpRecord] = []
+    for number, group in enumerate(list(groups.values())[:CONFIRMED]):
+        first = min((suspect.emitted for suspect in group), key=lambda one: len(one.ids))
+        last = max((suspect.emitted for suspect in group), key=lambda one: len(one.ids))
         for _ in range(SCORED_AGAIN):
-            chain.add(_score(one.ids, f"confirm score {number}", target=one.record.op.id))
-        chain.add(_generate(one.prompt, len(one.output), f"confirm serial {number}"))
-    crowd = [(suspect.emitted.prompt, len(suspect.emitted.output)) for suspect in worst]
-    company = max((len(suspect.neighbours) for suspect in worst), default=0)
-    for other in worst[0].neighbours if worst else ():
-        if len(crowd) < min(COMPANY, company + 1) and other.op.input_ids:
-            crowd.append((other.op.input_ids, max(1, other.op.max_new_tokens)))
+            chain.add(_score(last.ids, f"confirm score {number}", target=last.record.op.id))
+        chain.add(_generate(first.prompt, len(first.output), f"confirm serial {number}"))
+        crowd.append((first.prompt, len(first.output)))
+        company = max(company, *(list(suspect.neighbours) for suspect in group), key=len)
+    fillers = [(other.op.input_ids, max(1, other.op.max_new_tokens)) for other in company if other.op.input_ids]
+    crowd += fillers[: max(0, min(COMPANY, len(company) + 1) - len(crowd))]
     chain.together(
         _generate(ids, tokens, f"confirm batched {number}") for number, (ids, tokens) in enumerate(crowd)
     )
