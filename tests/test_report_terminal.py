@@ -159,7 +159,15 @@ def test_a_case_that_failed_to_run_stands_in_the_row_of_its_cell() -> None:
     text = render([lost, result("a", "w"), stray], 80, unicode=False)
     assert "ERROR matrices/llama.yaml::a::x\n  worker crashed\n  Traceback" in text
     assert "ERROR out/result.json\n  damaged" in text
+    assert "2 cases: 1 passed, 1 ERROR, and 1 file without results; 2 s in cases" in text
+    assert "  - out/result.json: damaged" in text
+
+
+def test_a_case_that_was_skipped_before_the_version_was_known_stands_in_the_row_of_its_cell() -> None:
+    early = result("a", "x", "skipped", engine_version="", reason="no speculation on a CPU")
+    assert [row.label for row in summarise([early, result("a", "w")]).rows] == ["a"]
+    assert [row.label for row in summarise([early]).rows] == ["a"]
 
 
 def test_nothing_at_all() -> None:
-    assert render([], 80, unicode=False) == "0 cases: ; 0 s in cases"
+    assert render([], 80, unicode=False) == "0 cases: none ran; 0 s in cases"

@@ -143,7 +143,9 @@ def read(path: Path, report: Report) -> Document:
 
     Raises :class:`MatrixError` where nothing can be read: no file, no YAML, not a map.
     """
-    file = str(path)
+    # Short where it can be, as editors and CI annotations want it.
+    here = Path.cwd()
+    file = str(path.relative_to(here) if path.is_relative_to(here) else path)
 
     def unreadable(expected: str, found: str, line: int = 1, column: int = 1, hint: str = "") -> MatrixError:
         return MatrixError([MatrixProblem(Position(file, line, column), expected, found, hint)])

@@ -91,7 +91,6 @@ def render_html(results: Sequence[CaseResult], artifacts: Path, base: Path) -> s
         calm=_CALM,
         charts=charts,
         size_of=size_of,
-        total=len(results),
         seconds=sum(result.duration_s for result in results),
     )
 

@@ -13,7 +13,9 @@ from pytest_kvcheck.report.results import GRAVITY, CaseResult
 PROVES = {
     "conservation": "every KV slot came back, per pool, before any flush",
     "session_arithmetic": "cached and prompt token counts are exact",
+    "protocol": "every reply kept to the protocol",
     "logprobs": "log-probs do not depend on caching, chunking, retraction, speculation or aborts",
+    "rows": "as many requests can run side by side as before",
     "liveness": "every operation ended in time and a fresh request completes",
     "engine_log": "the engine's log holds no fatal line",
     "residue": "no process, port, descriptor or GPU memory stays",
@@ -105,15 +107,27 @@ def _place(result: CaseResult) -> tuple[str, str]:
     return _matrix(result), result.cell
 
 
+def _row_of(result: CaseResult, cases: Sequence[CaseResult]) -> tuple[str, str, str, str]:
+    """Cell, matrix, engine and version. A case that was skipped or failed before the engine or its version was
+    known belongs to the only engine and version that its cell has, if there is one.
+    """
+    engine, version = result.engine, result.engine_version
+    if not version:
+        same = {
+            (other.engine, other.engine_version)
+            for other in cases
+            if _place(other) == _place(result) and other.engine_version and engine in ("", other.engine)
+        }
+        if len(same) == 1:
+            engine, version = same.pop()
+    return (result.cell, _matrix(result), engine, version)
+
+
 def _rows(cases: Sequence[CaseResult]) -> list[Row]:
     groups: dict[tuple[str, str, str, str], dict[str, list[CaseResult]]] = {}
     for result in cases:
-        key = (result.cell, _matrix(result), result.engine, result.engine_version)
-        if not result.engine:  # it failed before an engine was known: it belongs to its cell's only row, if any
-            same = {(other.engine, other.engine_version) for other in cases if _place(other) == _place(result)}
-            same.discard(("", ""))
-            key = (*key[:2], *same.pop()) if len(same) == 1 else key
-        groups.setdefault(key, {}).setdefault(result.workload.partition("#")[0], []).append(result)
+        entries = groups.setdefault(_row_of(result, cases), {})
+        entries.setdefault(result.workload.partition("#")[0], []).append(result)
     twice = Counter(cell for cell, *_ in groups)
     rows = []
     for (cell, matrix, engine, version), entries in groups.items():
@@ -152,7 +166,12 @@ def _proven(passed: Sequence[CaseResult]) -> list[str]:
     ]
 
 
-def _unproven(cases: Sequence[CaseResult], total: int) -> list[str]:
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _unproven(cases: Sequence[CaseResult]) -> list[str]:
+    total = len(cases)
     lacks: Counter[tuple[str, str]] = Counter()
     for result in cases:
         if result.outcome != "skipped":
@@ -167,8 +186,7 @@ def _unproven(cases: Sequence[CaseResult], total: int) -> list[str]:
     ):
         reasons = Counter(result.reason for result in cases if result.outcome == outcome)
         for reason, count in reasons.items():
-            first = reason.partition("\n")[0]
-            lines.append(f"{_of(count, total)} {words}" + (f": {first}" if first else ""))
+            lines.append(f"{_of(count, total)} {words}" + (f": {_first_line(reason)}" if reason else ""))
     return lines
 
 
@@ -176,7 +194,7 @@ def summarise(results: Sequence[CaseResult]) -> Summary:
     """Sum up results, in their order. A result without a cell (a damaged file) is a stray, not a row."""
     cases = [result for result in results if result.cell and result.workload]
     strays = [result for result in results if not (result.cell and result.workload)]
-    counts = Counter(result.outcome for result in results)
+    counts = Counter(result.outcome for result in cases)
     passed = [result for result in cases if result.outcome == "passed"]
     return Summary(
         rows=_rows(cases),
@@ -186,6 +204,6 @@ def summarise(results: Sequence[CaseResult]) -> Summary:
         known=sum(result.expected for result in results),
         faults=_faults(results),
         proven=_proven(passed),
-        unproven=_unproven(results, len(results)),
+        unproven=_unproven(cases) + [f"{stray.id}: {_first_line(stray.reason)}" for stray in strays],
         engines=list(dict.fromkeys(_engine(result) for result in cases if result.engine)),
     )

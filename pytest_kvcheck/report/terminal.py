@@ -59,12 +59,12 @@ class _Page:
         )
 
     def line(self, text: str = "", style: str = "", indent: str = "") -> None:
-        """One line of text, wrapped at spaces; a path or command is never broken."""
+        """One line of text behind an indent or bullet, wrapped at spaces; a path or command is never broken."""
         wrapped = textwrap.wrap(
             clean(text),
             self.width,
             initial_indent=indent,
-            subsequent_indent=indent + "  ",
+            subsequent_indent=" " * max(len(indent), 2),
             break_long_words=False,
             break_on_hyphens=False,
         )
@@ -163,15 +163,19 @@ def _print_errors(results: Iterable[CaseResult], page: _Page) -> None:
 
 
 def _print_summary(summary: Summary, results: Sequence[CaseResult], page: _Page) -> None:
-    total = len(results)
+    total = sum(summary.counts.values())
     counts = [
         f"{count} {outcome if outcome in ('passed', 'skipped') else WORDS[outcome]}"
         for outcome, count in summary.counts.items()
     ]
     known = f" ({summary.known} of them known, *)" if summary.known else ""
     seconds = sum(result.duration_s for result in results)
-    line = f"{total} case{'s' if total != 1 else ''}: {', '.join(counts)}{known}; {seconds:.0f} s in cases"
+    line = f"{total} case{'s' if total != 1 else ''}: {', '.join(counts) or 'none ran'}{known}"
+    if summary.strays:
+        line += f", and {len(summary.strays)} file{'s' if len(summary.strays) != 1 else ''} without results"
+    line += f"; {seconds:.0f} s in cases"
     clean_run = set(summary.counts) <= {"passed", "skipped"} and "passed" in summary.counts
+    clean_run = clean_run and not summary.strays
     page.line(line, "bold green" if clean_run else "bold red")
     passed = summary.counts.get("passed", 0)
     if passed and summary.proven:
