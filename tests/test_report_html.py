@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from pytest_kvcheck.findings import SEVERITY
+from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.report.charts import HEIGHT, WIDTH, timeline
 from pytest_kvcheck.report.html import write_html
 from pytest_kvcheck.report.results import CaseResult, write_result
-from pytest_kvcheck.trace import GaugeSample, Line, PoolGauge, read_trace
+from pytest_kvcheck.trace import GaugeSample, Line, OpRecord, PoolGauge, read_trace
 from tests.report_helpers import leak, result, write_trace
 
 VOID = {"meta", "br", "hr", "link", "img"}
@@ -171,3 +172,18 @@ def test_an_empty_or_idle_trace_draws_nothing_or_a_flat_line(tmp_path: Path) -> 
     full = timeline(read_trace(tmp_path / "t.jsonl"), operations=False)
     assert full is not None
     assert full.bars == []
+
+
+def test_the_drawing_begins_with_the_workload_and_mixes_sources(tmp_path: Path) -> None:
+    control = OpRecord(op=Operation(id=1, kind="generate"), phase="control", started=0, ended=9)
+    turn = OpRecord(op=Operation(id=2, kind="turn", session="s0"), started=10, ended=12)
+    loads = GaugeSample(t=11, source="loads", pools=[PoolGauge(used=40)])
+    account = GaugeSample(t=13, source="log", pools=[PoolGauge(used=0, evictable=8, session_held=0)])
+    drawing = timeline([control, turn, loads, account], operations=True)
+    assert drawing is not None
+    assert drawing.seconds == 3
+    assert drawing.lanes == ["s0"]
+    assert [(area.part, area.peak, area.last) for area in drawing.pools[0].areas] == [
+        ("evictable", 8, 8),
+        ("used", 40, 0),
+    ]

@@ -13,6 +13,7 @@ from pytest_kvcheck.trace import GaugeSample, Line, OpRecord, PoolGauge
 WIDTH, HEIGHT, LANE = 900.0, 130.0, 12.0
 # Parts of a pool that are not free, from the bottom of the drawing upward: what is lost stays as a floor.
 PARTS = ("uncached", "protected", "session_held", "evictable")
+_DRAWN = ("workload", "drain", "probe")
 # More would not be seen at this width, and every case of a long run has its drawing.
 _MOST_SAMPLES, _MOST_MARKERS, _MOST_OPERATIONS = 300, 200, 400
 
@@ -74,8 +75,8 @@ def _parts(gauge: PoolGauge) -> dict[str, int]:
     """What is not free, by part; an engine that tells only a sum has one part."""
     found = {name: getattr(gauge, name) for name in PARTS}
     known = {name: value for name, value in found.items() if value is not None}
-    if not known and gauge.used is not None:
-        return {"used": gauge.used}
+    if gauge.used is not None and not known.keys() - {"evictable"}:
+        known["used"] = gauge.used
     return known
 
 
@@ -160,6 +161,11 @@ def timeline(lines: Iterable[Line], *, operations: bool) -> Timeline | None:
             samples.append(line)
         elif isinstance(line, OpRecord):
             records.append(line)
+    workload = [record.started for record in records if record.phase == "workload"]
+    if workload:  # the controls before it and the replays after it move no gauge that anyone asks about
+        first = min(workload)
+        records = [record for record in records if record.phase in _DRAWN and record.started >= first]
+        samples = [sample for sample in samples if sample.t >= first]
     times = [sample.t for sample in samples] + [t for record in records for t in (record.started, record.ended)]
     if not times:
         return None

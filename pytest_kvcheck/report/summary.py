@@ -15,6 +15,7 @@ PROVES = {
     "session_arithmetic": "cached and prompt token counts are exact",
     "protocol": "every reply kept to the protocol",
     "logprobs": "log-probs do not depend on caching, chunking, retraction, speculation or aborts",
+    "self_test": "the log-prob comparison saw one token that was wrong on purpose",
     "rows": "as many requests can run side by side as before",
     "liveness": "every operation ended in time and a fresh request completes",
     "engine_log": "the engine's log holds no fatal line",
@@ -99,7 +100,10 @@ def _matrix(result: CaseResult) -> str:
     return result.id.partition("::")[0]
 
 
-def _engine(result: CaseResult) -> str:
+def engine_of(result: CaseResult) -> str:
+    """The engine with its version, as far as they are known."""
+    if result.engine_version.startswith(result.engine):
+        return result.engine_version
     return f"{result.engine} {result.engine_version}".strip()
 
 
@@ -175,7 +179,7 @@ def _unproven(cases: Sequence[CaseResult]) -> list[str]:
     lacks: Counter[tuple[str, str]] = Counter()
     for result in cases:
         if result.outcome != "skipped":
-            engine = _engine(result)
+            engine = engine_of(result)
             lacks.update((f"{name} on {engine}" if engine else name, why) for name, why in result.lacks.items())
     lines = [f"{name}: {why} ({_of(count, total)})" for (name, why), count in lacks.items()]
     for outcome, words in (
@@ -205,5 +209,5 @@ def summarise(results: Sequence[CaseResult]) -> Summary:
         faults=_faults(results),
         proven=_proven(passed),
         unproven=_unproven(cases) + [f"{stray.id}: {_first_line(stray.reason)}" for stray in strays],
-        engines=list(dict.fromkeys(_engine(result) for result in cases if result.engine)),
+        engines=list(dict.fromkeys(engine_of(result) for result in cases if result.engine)),
     )
