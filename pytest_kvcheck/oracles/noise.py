@@ -95,12 +95,14 @@ class Floor:
         return f"{self.spread} in {self.requests} plain requests"
 
 
-def inliers(groups: Iterable[Sequence[Sequence[float]]]) -> tuple[list[Sequence[float]], float]:
+def inliers(
+    groups: Iterable[Sequence[Sequence[float]]], ceiling: float = CEILING
+) -> tuple[list[Sequence[float]], float]:
     """The control requests that are noise, and the greatest median of a group.
 
     A group holds requests that ran alike (alone, or side by side), each as its deltas. A request far from the
     median of its group is no noise but a suspect of its own, so it must not widen the floor; nor may a group
-    whose median passes the ceiling.
+    whose median passes ``ceiling``.
     """
     kept: list[Sequence[float]] = []
     typical = 0.0
@@ -110,7 +112,7 @@ def inliers(groups: Iterable[Sequence[Sequence[float]]]) -> tuple[list[Sequence[
             continue
         median = statistics.median_low(sizes)
         typical = max(typical, median)
-        if median <= CEILING:
-            bound = min(allowance(median, OUTLIER_TIMES), CEILING)
+        if median <= ceiling:
+            bound = min(allowance(median, OUTLIER_TIMES), ceiling)
             kept += [deltas for deltas, size in zip(group, sizes, strict=True) if size <= bound]
     return kept, typical
