@@ -11,17 +11,14 @@ import pytest
 
 from pytest_kvcheck.matrix.loader import is_matrix_file, load, resolve, shipped
 from pytest_kvcheck.matrix.schema import json_schema
+from pytest_kvcheck.workloads import parameter_names
 
 ROOT = Path(__file__).parents[1]
-KIT = (
-    "kv-inheritance",
-    "logprob-concurrent",
-    "stress-concurrent",
-    "nth-mid-abort",
-    "first-mid-abort",
-    "pre-abort",
-)
-NAMES = {name: frozenset[str]() for name in (*KIT, "abort-leak-repro")}
+NAMES = parameter_names()
+KIT = {
+    *("kv-inheritance", "logprob-concurrent", "stress-concurrent", "nth-mid-abort", "first-mid-abort"),
+    *("pre-abort", "abort-leak-repro"),
+}
 
 
 @pytest.mark.parametrize("engine", ["reference", "sglang", "vllm"])
@@ -50,7 +47,7 @@ def test_the_llama_matrix_has_the_promised_cells() -> None:
         4096,
         32,
     )
-    assert {ref.name for cell in cells for ref in cell.workloads} == set(NAMES)
+    assert {ref.name for cell in cells for ref in cell.workloads} == KIT
 
 
 def test_what_ships() -> None:
