@@ -6,54 +6,22 @@ replay comes behind it, since it needs one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_kvcheck.cells import Case, Cell
+from pytest_kvcheck.cells import Case
 from pytest_kvcheck.client.control import Control
-from pytest_kvcheck.engines.base import Rules
-from pytest_kvcheck.launch.server import Server
 from pytest_kvcheck.observe.gauges import Sampler
 from pytest_kvcheck.operations import Operation, Plan
 from pytest_kvcheck.oracles import logprobs, rows
-from pytest_kvcheck.oracles.base import CaseFacts, Promises
-from pytest_kvcheck.trace import Clock, GaugeSample, Note, OpRecord, Phase, TraceWriter
+from pytest_kvcheck.oracles.base import CaseFacts
+from pytest_kvcheck.rest import Bed, settle
+from pytest_kvcheck.trace import GaugeSample, Note, OpRecord, Phase, TraceWriter
 from pytest_kvcheck.workloads import replay
 from pytest_kvcheck.workloads.runner import Runner
 
-# How long a server may take to come to rest after everything was closed: some gauges move every 30 s only.
-IDLE_BOUND = 45.0
-# A reading that is not clean must stay the same this long before it is the verdict: slow is no leak.
-HOLD = 6.0
-NUDGE_DEADLINE = 60.0
 # No plan may run longer than this, however long its single operations are allowed to take.
 PLAN_BOUND = 1800.0
-DRAIN_IDS = 8_000_000
-
-
-@dataclass(slots=True)
-class Settled:
-    """The account at rest. ``reached`` False: the server did not come to rest within ``waited`` seconds."""
-
-    account: GaugeSample
-    reached: bool
-    waited: float
-
-
-@dataclass(slots=True)
-class Bed:
-    """A running server with what is measured once a launch and used by each of its cases."""
-
-    server: Server
-    clock: Clock
-    cell: Cell
-    vocab_size: int
-    rules: Rules
-    once: list[OpRecord] = field(default_factory=list)
-    measured: bool = False
-    drains: int = 0
 
 
 class Examination:
@@ -73,7 +41,7 @@ class Examination:
         """All phases in order. A dead server is asked nothing more; what was seen until then is judged."""
         line = self.server.log_line
         self.server.mark()
-        baseline = self._settle(None)
+        baseline = settle(self.bed, self._run, None)
         facts = self._facts(baseline.account)
         if not self.bed.measured:
             self._measure_launch()
@@ -82,7 +50,7 @@ class Examination:
         with Sampler(lambda t: self.engine.sample(watch, t), self.bed.clock.now, gauges) as sampler:
             self._run(self.plan.operations, "workload")
             self._close_sessions()
-            settled = self._settle(baseline.account)
+            settled = settle(self.bed, self._run, baseline.account)
             facts.samples = sampler.stop()
         watch.close()
         facts.idle, facts.idle_reached, facts.idle_wait = settled.account, settled.reached, settled.waited
@@ -98,19 +66,14 @@ class Examination:
 
     # --- phases ----------------------------------------------------------------------------------
     def _facts(self, baseline: GaugeSample) -> CaseFacts:
-        cell, engine = self.case.cell, self.engine
         return CaseFacts(
-            cell=cell,
+            cell=self.case.cell,
             plan=self.plan,
-            promises=Promises(
-                streaming_sessions=self.bed.rules.sessions == "streaming",
-                expected_cached=lambda previous, sent: engine.expected_cached(previous, sent, cell),
-                lacks=self.bed.rules.lacks,
-            ),
+            promises=self.bed.promises(),
             records=self.records,
             baseline=baseline,
-            engine=engine.name,
-            engine_version=engine.version,
+            engine=self.engine.name,
+            engine_version=self.engine.version,
         )
 
     def _run(self, operations: Sequence[Operation], phase: Phase) -> list[OpRecord]:
@@ -139,7 +102,7 @@ class Examination:
         closed = {record.op.session for record in self.records if record.op.kind == "close"}
         self._run(
             [
-                self._drain_op(kind="close", session=name, label=f"close {name} at the end")
+                self.bed.operation(kind="close", session=name, label=f"close {name} at the end")
                 for name in opened
                 if name is not None and name not in closed
             ],
@@ -182,61 +145,4 @@ class Examination:
         if self.server.attached and (sample.sessions or sample.running):
             self.trace.write(Note(t=self.bed.clock.now(), what="not flushed: others use this server"))
             return
-        self._run([self._drain_op(kind="flush", label="flush")], "drain")
-
-    # --- rest ------------------------------------------------------------------------------------
-    def _settle(self, baseline: GaugeSample | None) -> Settled:
-        """Wait, bounded, until nothing runs and the account is back at the baseline; then read it in full."""
-        started = time.monotonic()
-        line = self.server.log_line
-        steady_since, steady, quiet = started, None, False
-        while self.server.alive():
-            sample = self.engine.sample(self.control, self.bed.clock.now())
-            quiet = not sample.error and not sample.running and not sample.waiting
-            reading = (quiet, _used(sample), sample.sessions)
-            if reading != steady:
-                steady, steady_since = reading, time.monotonic()
-            now = time.monotonic()
-            if quiet and _home(sample, baseline):
-                break
-            if now - started > IDLE_BOUND or (quiet and now - steady_since > HOLD):
-                break
-            time.sleep(0.1)
-        if quiet and self.bed.rules.stale_when_idle:
-            # Gauges move only with a batch. Any engine's own check of an idle server runs behind it as well.
-            self._run(
-                [
-                    self._drain_op(
-                        kind="generate",
-                        input_ids=(5, 7, 11, 13),
-                        max_new_tokens=1,
-                        deadline=NUDGE_DEADLINE,
-                        label="nudge",
-                    )
-                ],
-                "drain",
-            )
-        account = self.engine.account(self.control, self.bed.clock.now(), self.server.log_events(line))
-        return Settled(account, quiet, time.monotonic() - started)
-
-    def _drain_op(self, **fields: object) -> Operation:
-        self.bed.drains += 1
-        return Operation(id=DRAIN_IDS + self.bed.drains, **fields)  # type: ignore[arg-type]
-
-
-def _used(sample: GaugeSample) -> tuple[int | None, ...]:
-    return tuple(gauge.used for gauge in sample.pools)
-
-
-def _home(sample: GaugeSample, baseline: GaugeSample | None) -> bool:
-    """Whether nothing is held that was not held before; on a fresh server, whether nothing is held at all."""
-    before = {gauge.pool: gauge.used or 0 for gauge in baseline.pools} if baseline else {}
-    sessions = (baseline.sessions or 0) if baseline else 0
-    return (sample.sessions or 0) <= sessions and all(
-        (gauge.used or 0) <= before.get(gauge.pool, 0) for gauge in sample.pools
-    )
-
-
-def clean(account: GaugeSample) -> bool:
-    """Whether a server of ours may serve the next case: nothing is held, and everything could be read."""
-    return not account.error and _home(account, None)
+        self._run([self.bed.operation(kind="flush", label="flush")], "drain")

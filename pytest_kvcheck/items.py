@@ -33,23 +33,48 @@ class CaseFailed(Exception):
         self.result = result
 
 
+def _load(path: Path, config: pytest.Config) -> list[Cell]:
+    from pytest_kvcheck.matrix.loader import load
+    from pytest_kvcheck.workloads import parameter_names
+
+    settings = kv_session(config).settings
+    return load(
+        path,
+        engine=settings.engine,
+        device=settings.device,
+        workload_names=parameter_names(),
+        plant=settings.plant,
+        silent=settings.silent,
+    )
+
+
+def cells_of_marker(marker: pytest.Mark, config: pytest.Config) -> list[Cell]:
+    """The cells that ``@pytest.mark.kvcheck(matrix=..., cells=[...])`` names; all of them without ``cells``.
+
+    Raises ``pytest.UsageError`` where the matrix or a cell does not exist.
+    """
+    from pytest_kvcheck.matrix.loader import MatrixError, resolve
+
+    wanted = marker.kwargs.get("cells")
+    try:
+        cells = _load(resolve(marker.kwargs.get("matrix", "llama")), config)
+    except (MatrixError, LookupError) as error:
+        raise pytest.UsageError(f"@pytest.mark.kvcheck: {error}") from error
+    unknown = sorted(set(wanted or ()) - {cell.name for cell in cells})
+    if unknown:
+        known = ", ".join(cell.name for cell in cells)
+        raise pytest.UsageError(f"@pytest.mark.kvcheck: expected cells among {known}, found {unknown[0]!r}")
+    return [cell for cell in cells if wanted is None or cell.name in wanted]
+
+
 class MatrixFile(pytest.File):
     """A matrix file: its children are its cells, in the order of the file."""
 
     def collect(self) -> Iterable[CellNode]:
-        from pytest_kvcheck.matrix.loader import MatrixError, load
-        from pytest_kvcheck.workloads import parameter_names
+        from pytest_kvcheck.matrix.loader import MatrixError
 
-        settings = kv_session(self.config).settings
         try:
-            cells = load(
-                self.path,
-                engine=settings.engine,
-                device=settings.device,
-                workload_names=parameter_names(),
-                plant=settings.plant,
-                silent=settings.silent,
-            )
+            cells = _load(self.path, self.config)
         except MatrixError as error:
             raise self.CollectError(str(error)) from error
         for cell in cells:

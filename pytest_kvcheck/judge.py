@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from pytest_kvcheck.cells import Case, Cell
 from pytest_kvcheck.engines import make_engine
 from pytest_kvcheck.engines.base import Engine
-from pytest_kvcheck.examine import Bed, Examination, clean
+from pytest_kvcheck.examine import Examination
 from pytest_kvcheck.findings import Finding, gravest
 from pytest_kvcheck.launch.errors import LaunchError
 from pytest_kvcheck.launch.models import vocab_size_of
@@ -28,6 +28,7 @@ from pytest_kvcheck.oracles import ORACLES, judge
 from pytest_kvcheck.oracles.base import CaseFacts, ServerFacts
 from pytest_kvcheck.oracles.logprobs import measure
 from pytest_kvcheck.report.results import CaseResult, KnownRef, write_result
+from pytest_kvcheck.rest import Bed, clean
 from pytest_kvcheck.settings import Settings
 from pytest_kvcheck.trace import Clock, TraceHeader, TraceWriter
 from pytest_kvcheck.workloads import make_plan, why_not
@@ -94,7 +95,7 @@ class Bench:
         reason = self._why_not(case)
         if reason is not None:
             return replace(result, outcome="skipped", reason=reason)
-        bed = self._bed_for(cell, result.id)
+        bed = self.bed_for(cell, result.id)
         seed = result.seed
         plan = self._plan(case, bed, seed)
         folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +205,8 @@ class Bench:
     def _python(self) -> str:
         return self.settings.python or sys.executable
 
-    def _bed_for(self, cell: Cell, case_id: str) -> Bed:
+    def bed_for(self, cell: Cell, case_id: str) -> Bed:
+        """The running server of the cell's launch key, started now if need be. Raises ``LaunchError``."""
         key = cell.launch_key
         if self._bed is not None and (self._key != key or not self._bed.server.alive()):
             self._stop()

@@ -5,12 +5,14 @@ Everything that costs anything is imported inside the hook that needs it: a plai
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from pytest_kvcheck.fixtures import KvClient, KvLedger, KvServer
     from pytest_kvcheck.items import MatrixFile
 
 ENGINES = ("reference", "sglang", "vllm")
@@ -144,3 +146,46 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> MatrixFile
     from pytest_kvcheck.items import MatrixFile
 
     return MatrixFile.from_parent(parent, path=file_path)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("kvcheck")
+    if marker is None or "kv_server" not in metafunc.fixturenames:
+        return
+    _activate(metafunc.config)
+    from pytest_kvcheck.items import cells_of_marker
+
+    cells = cells_of_marker(marker, metafunc.config)
+    metafunc.parametrize("kv_server", cells, indirect=True, ids=[cell.name for cell in cells])
+
+
+@pytest.fixture
+def kv_server(request: pytest.FixtureRequest) -> KvServer:
+    """The running server of a cell that the test's ``kvcheck`` marker names; shared by tests of equal cells."""
+    cell = getattr(request, "param", None)
+    if cell is None:
+        raise pytest.UsageError(
+            f"{request.node.nodeid}: kv_server needs to know a cell; mark the test with "
+            '@pytest.mark.kvcheck(matrix="llama", cells=["baseline"])'
+        )
+    from pytest_kvcheck.fixtures import KvServer
+    from pytest_kvcheck.items import kv_session
+
+    return KvServer(kv_session(request.config).bench().bed_for(cell, request.node.nodeid))
+
+
+@pytest.fixture
+def kv_client(kv_server: KvServer) -> Iterator[KvClient]:
+    """A client of ``kv_server``: sessions, turns, plain requests, scoring; all by token ids."""
+    from pytest_kvcheck.fixtures import client_of
+
+    with client_of(kv_server.bed) as client:
+        yield client
+
+
+@pytest.fixture
+def kv_ledger(kv_client: KvClient) -> KvLedger:
+    """``with kv_ledger.expect_no_leak():`` fails where the server keeps what was used inside."""
+    from pytest_kvcheck.fixtures import KvLedger
+
+    return KvLedger(kv_client)

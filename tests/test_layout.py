@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "pytest_kvcheck"
 LAYERS: list[tuple[str, ...]] = [
     ("plugin", "cli", "items", "session", "doctor", "progress"),
     ("fixtures", "shrink", "compare"),
-    ("judge", "examine", "settings"),
+    ("judge", "examine", "rest", "settings"),
     ("launch",),
     ("workloads", "engines"),
     ("client", "oracles"),
