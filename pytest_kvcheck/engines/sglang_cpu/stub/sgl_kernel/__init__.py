@@ -134,12 +134,22 @@ def _parent_node(node, chosen, branch, topk, drafted):
 
 
 def verify_tree_greedy_cpu(
-    predicted, accept_index, accept_count, candidates, retrieve_index, next_token, next_sibling, target
+    predicts,
+    accept_index,
+    accept_token_num,
+    candidates,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    target_predict,
 ):
-    """Walks each tree along the target's own choices; what it agrees with is accepted, then one token more."""
+    """Walks each tree along the target's own choices; what it agrees with is accepted, then one token more.
+
+    Called by keyword, so the names are SGLang's.
+    """
     longest = accept_index.shape[1]
-    target = target.reshape(-1).tolist()
-    trees = _lists(candidates, retrieve_index, next_token, next_sibling)
+    target = target_predict.reshape(-1).tolist()
+    trees = _lists(candidates, retrive_index, retrive_next_token, retrive_next_sibling)
     for b, (token, index, child, sibling) in enumerate(trees):
         node, last, accepted = 0, index[0], 0
         accept_index[b, 0] = last
@@ -149,12 +159,12 @@ def verify_tree_greedy_cpu(
                 node = sibling[node]
             if node == -1:
                 break
-            predicted[last] = target[last]
+            predicts[last] = target[last]
             accepted += 1
             last = index[node]
             accept_index[b, accepted] = last
-        accept_count[b] = accepted
-        predicted[last] = target[last]
+        accept_token_num[b] = accepted
+        predicts[last] = target[last]
 
 
 def _lists(*tensors):
