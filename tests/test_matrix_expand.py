@@ -115,6 +115,12 @@ def test_the_more_special_setting_wins(tmp_path: Path) -> None:
     assert (x_vllm.args["b"], x_vllm.features.page_size, x_vllm.engine) == (9, 2, "vllm")
 
 
+def test_an_engine_may_bring_its_own_model_and_a_cell_still_wins(tmp_path: Path) -> None:
+    text = HEAD + "engines: {vllm: {model: org/other}}\ncells: {a: {}, b: {model: org/cell}}"
+    assert [cell.model.path for cell in cells_of(tmp_path, text, engine="vllm")] == ["org/other", "org/cell"]
+    assert cells_of(tmp_path, text)[0].model.path == str(tmp_path / "tiny")
+
+
 def test_v1_never_overlaps(tmp_path: Path) -> None:
     (cell,) = cells_of(tmp_path, HEAD + "cells: {a: {speculative: {version: v1}}}")
     assert cell.features.speculative == Speculative(version="v1", overlap=False)

@@ -142,6 +142,7 @@ class EngineForm(_Form):
     args: Args = {}
     env: Env = {}
     command: Command | None = None
+    model: ModelRef | None = None
     features: FeaturesForm = FeaturesForm()
 
 
