@@ -47,11 +47,24 @@ class WorkloadContext:
         size = self.cell.features.chunked_prefill
         return size if size is not None and size < longest(self.cell) else None
 
+    def opening(self, size: int) -> int:
+        """Tokens of a session's first turn: ``size``, but more than a page where histories are sent again.
+
+        Of such a history only whole pages are cached, so one that is shorter would prove nothing.
+        """
+        fits = 2 * self.cell.features.page_size + CONTEXT_RESERVE < self.cell.features.context_length
+        return max(size, self.cell.features.page_size + 1, 48) if self.sessions == "resent" and fits else size
+
     def builder(self, workload: str) -> PlanBuilder:
         return PlanBuilder(workload, self.seed, self.vocab_size)
 
     def plan(self, builder: PlanBuilder, *must_exercise: str) -> Plan:
-        """The finished plan; its parameters say how many rounds there really are."""
+        """The finished plan; its parameters say how many rounds there really are.
+
+        A cached turn is not demanded of a plan whose histories, sent again, never fill a page.
+        """
+        if self.sessions == "resent" and not self._fills_a_page(builder):
+            must_exercise = tuple(name for name in must_exercise if name != "cached_turn")
         rounds = {"rounds": self.rounds} if "rounds" in self.params else {}
         return Plan(
             workload=builder.workload,
@@ -60,6 +73,18 @@ class WorkloadContext:
             params={**self.params, **rounds},
             must_exercise=must_exercise,
         )
+
+    def _fills_a_page(self, builder: PlanBuilder) -> bool:
+        """Whether some turn follows on a history of more than a page."""
+        history: dict[str, int] = {}
+        for op in builder.operations:
+            if op.kind != "turn" or op.session is None or op.expect != "finish":
+                continue
+            before = history.get(op.session, 0)
+            if before > self.cell.features.page_size:
+                return True
+            history[op.session] = before + len(op.input_ids) + op.max_new_tokens
+        return False
 
 
 @dataclass(frozen=True, slots=True)

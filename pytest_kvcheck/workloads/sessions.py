@@ -27,7 +27,9 @@ def _inheritance(context: WorkloadContext) -> Plan:
     plan = context.builder("kv-inheritance")
     plan.open("s0")
     for turn in range(turns):
-        plan.turn("s0", 24 if turn == 0 else 8, new, logprobs="output", label=f"turn {turn + 1}")
+        plan.turn(
+            "s0", context.opening(24) if turn == 0 else 8, new, logprobs="output", label=f"turn {turn + 1}"
+        )
     plan.close("s0")
     return context.plan(plan, "cached_turn", *features_seen(context, together=1, decode=new, prompt=24))
 

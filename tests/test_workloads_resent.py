@@ -1,0 +1,38 @@
+"""Plans for engines that keep no sessions: a history is sent again, and only its whole pages are cached."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_helpers import cell
+
+from pytest_kvcheck.ledger import SessionLedger
+from pytest_kvcheck.trace import OpRecord, Reply
+from pytest_kvcheck.workloads import make_plan
+
+
+@pytest.mark.parametrize("page", [32, 256])
+@pytest.mark.parametrize("name", ["kv-inheritance", "nth-mid-abort", "first-mid-abort", "pre-abort"])
+def test_a_session_fills_a_page_before_its_last_turn(name: str, page: int) -> None:
+    plan = make_plan(name, cell(page_size=page, pool_tokens=32768), vocab_size=512, seed=1, sessions="resent")
+    assert "cached_turn" in plan.must_exercise
+    ledgers: dict[str, SessionLedger] = {}
+    reached = False
+    for op in plan.operations:
+        if op.kind == "turn" and op.session and op.expect == "finish":
+            ledger = ledgers.setdefault(op.session, SessionLedger(op.session))
+            reached = reached or len(ledger.history) > page
+            reply = Reply(finish="length", output_ids=[1] * op.max_new_tokens)
+            ledger.apply(OpRecord(op=op, reply=reply))
+    assert reached
+
+
+def test_sessions_of_the_server_keep_their_short_turns() -> None:
+    plan = make_plan("kv-inheritance", cell(page_size=256, pool_tokens=32768), vocab_size=512, seed=1)
+    assert [len(op.input_ids) for op in plan.operations if op.kind == "turn"] == [24, 8, 8]
+    assert "cached_turn" in plan.must_exercise
+
+
+def test_what_cannot_be_cached_is_not_demanded() -> None:
+    small = cell(page_size=256, pool_tokens=32768, max_running=4)
+    plan = make_plan("row-starvation", small, vocab_size=512, seed=1, sessions="resent")
+    assert "cached_turn" not in plan.must_exercise
