@@ -32,7 +32,7 @@ class Wrong:
     text: str
     also: tuple[str, ...] = ()
     status: Status = "mismatch"
-    next_step: str = ""
+    next_step: str = "look at what counts and trims the tokens of a request that finishes"
     tokens: int | None = None
 
 
