@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,13 @@ from pytest_kvcheck.engines.vllm_launch import KvGroups, expected_cached, kv_gro
 CHAIN = Speculative(overlap=False)
 
 
-def flags_of(tmp_path: Path, **features: Any) -> dict[str, Any]:
+def flags_of(**features: Any) -> dict[str, Any]:
     one = cell(**features)
-    return vllm_launch.flags(one, "cpu", one.model.path, one.model.draft, tmp_path)
+    return vllm_launch.flags(one, "cpu", one.model.path, one.model.draft)
 
 
-def test_features_become_flags(tmp_path: Path) -> None:
-    flags = flags_of(
-        tmp_path, page_size=64, context_length=512, pool_tokens=4096, max_running=8, chunked_prefill=128
-    )
+def test_features_become_flags() -> None:
+    flags = flags_of(page_size=64, context_length=512, pool_tokens=4096, max_running=8, chunked_prefill=128)
     assert flags["block-size"] == 64
     assert flags["num-gpu-blocks-override"] == 65, "one more is the null block"
     assert flags["max-num-seqs"] == 8
@@ -42,24 +39,24 @@ def test_the_default_page_is_the_smallest_block_and_the_notes_say_so(tmp_path: P
     assert any("blocks of 32 tokens" in note for note in spec.notes)
 
 
-def test_a_retract_cell_gets_the_smallest_pool_that_one_request_fits(tmp_path: Path) -> None:
-    flags = flags_of(tmp_path, context_length=512, pool_tokens=65536, retract=Retract())
+def test_a_retract_cell_gets_the_smallest_pool_that_one_request_fits() -> None:
+    flags = flags_of(context_length=512, pool_tokens=65536, retract=Retract())
     assert flags["num-gpu-blocks-override"] == 512 // 32 + 1
 
 
-def test_a_pool_is_never_smaller_than_one_request(tmp_path: Path) -> None:
-    assert flags_of(tmp_path, context_length=4096, pool_tokens=1024)["num-gpu-blocks-override"] == 129
+def test_a_pool_is_never_smaller_than_one_request() -> None:
+    assert flags_of(context_length=4096, pool_tokens=1024)["num-gpu-blocks-override"] == 129
 
 
-def test_without_chunks_a_step_takes_a_whole_prompt(tmp_path: Path) -> None:
-    flags = flags_of(tmp_path, chunked_prefill=None, context_length=1024)
+def test_without_chunks_a_step_takes_a_whole_prompt() -> None:
+    flags = flags_of(chunked_prefill=None, context_length=1024)
     assert flags["enable-chunked-prefill"] is False
     assert flags["max-num-batched-tokens"] == 1024
 
 
-def test_arguments_of_the_cell_replace_flags_and_none_removes_them(tmp_path: Path) -> None:
+def test_arguments_of_the_cell_replace_flags_and_none_removes_them() -> None:
     argv = vllm_launch.render(
-        flags_of(tmp_path, args={"--block-size": 128, "seed": None, "enforce-eager": False, "x": [1, 2]})
+        flags_of(args={"--block-size": 128, "seed": None, "enforce-eager": False, "x": [1, 2]})
     )
     assert argv[argv.index("--block-size") + 1] == "128"
     assert "--seed" not in argv
@@ -190,41 +187,3 @@ def test_layers_form_groups_that_take_blocks_separately(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     assert kv_groups(str(tmp_path)) == KvGroups()
     assert kv_groups("org/model") == KvGroups()
-
-
-def draft(folder: Path, bias: float) -> Path:
-    folder.mkdir()
-    parts = {
-        "fc.weight": struct.pack("<2f", 1, 2),
-        "fc.bias": struct.pack("<f", bias),
-        "z": struct.pack("<f", 3),
-    }
-    header, data = {}, b""
-    for name, value in parts.items():
-        offsets = [len(data), len(data) + len(value)]
-        header[name] = {"dtype": "F32", "shape": [len(value) // 4], "data_offsets": offsets}
-        data += value
-    text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle"]}))
-    return folder
-
-
-def test_a_draft_for_sglang_is_converted(tmp_path: Path) -> None:
-    from safetensors.numpy import load_file
-
-    from pytest_kvcheck.engines.vllm_draft import as_vllm_reads
-
-    source = draft(tmp_path / "draft", bias=0.0)
-    copy = as_vllm_reads(source, tmp_path / "scratch")
-    tensors = load_file(copy / "model.safetensors")
-    assert {name: value.tolist() for name, value in tensors.items()} == {"fc.weight": [1.0, 2.0], "z": [3.0]}
-    assert json.loads((copy / "config.json").read_text())["architectures"] == ["EagleLlamaForCausalLM"]
-    assert as_vllm_reads(copy, tmp_path / "scratch") == copy, "what vLLM can read is taken as it is"
-
-
-def test_a_bias_that_would_be_lost_is_refused(tmp_path: Path) -> None:
-    from pytest_kvcheck.engines.vllm_draft import as_vllm_reads
-
-    with pytest.raises(ValueError, match=r"expected no fc\.bias"):
-        as_vllm_reads(draft(tmp_path / "draft", bias=0.5), tmp_path / "scratch")

@@ -10,7 +10,6 @@ from typing import Any
 
 from pytest_kvcheck.cells import Cell, DeviceName, Features
 from pytest_kvcheck.engines.base import LaunchInputs, LaunchSpec
-from pytest_kvcheck.engines.vllm_draft import as_vllm_reads
 from pytest_kvcheck.engines.vllm_versions import METHODS, block_size
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -66,7 +65,7 @@ def batched_tokens(features: Features) -> int:
     return max(features.chunked_prefill or features.context_length, features.max_running * (1 + drafted))
 
 
-def flags(cell: Cell, device: DeviceName, model: str, draft: str | None, scratch: Path) -> dict[str, Any]:
+def flags(cell: Cell, device: DeviceName, model: str, draft: str | None) -> dict[str, Any]:
     """vLLM's options without ``--``: True sets, False is ``--no-``, None is left out, a mapping is JSON."""
     want = cell.features
     block = block_size(want.page_size, device)
@@ -92,7 +91,7 @@ def flags(cell: Cell, device: DeviceName, model: str, draft: str | None, scratch
     if want.gpu_memory is not None:
         out["gpu-memory-utilization"] = want.gpu_memory
     if want.speculative is not None:
-        out["speculative-config"] = _speculative(cell, draft, scratch)
+        out["speculative-config"] = _speculative(cell, draft)
         if device == "cuda":
             out["async-scheduling"] = want.speculative.overlap
     return out | {name.removeprefix("--"): value for name, value in cell.args.items()}
@@ -103,14 +102,13 @@ def _has_no_tokenizer(model: str) -> bool:
     return folder.is_dir() and not any(folder.glob("token*"))
 
 
-def _speculative(cell: Cell, draft: str | None, scratch: Path) -> dict[str, Any]:
+def _speculative(cell: Cell, draft: str | None) -> dict[str, Any]:
     spec = cell.features.speculative
     assert spec is not None
     method = METHODS[spec.algorithm.upper()]
     if method == "ngram":
         return {"method": method, "num_speculative_tokens": spec.steps, "prompt_lookup_max": 4}
-    model = str(as_vllm_reads(Path(draft or ""), scratch))
-    return {"method": method, "model": model, "num_speculative_tokens": spec.steps}
+    return {"method": method, "model": draft, "num_speculative_tokens": spec.steps}
 
 
 def render(options: Mapping[str, Any]) -> list[str]:
@@ -163,7 +161,7 @@ def environment(cell: Cell, device: DeviceName, scratch: Path) -> dict[str, str 
 
 def launch_spec(inputs: LaunchInputs) -> LaunchSpec:
     cell = inputs.cell
-    options = flags(cell, inputs.device, inputs.model, inputs.draft, inputs.scratch)
+    options = flags(cell, inputs.device, inputs.model, inputs.draft)
     command = list(cell.command or (inputs.python, "-m", MODULE))
     place = ["--model", inputs.model, "--host", "127.0.0.1", "--port", str(inputs.port)]
     return LaunchSpec(

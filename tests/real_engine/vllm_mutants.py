@@ -82,7 +82,7 @@ MUTANTS = (
         outcomes=LEAK,
         workloads=("stress-concurrent",),
         cell={"speculative": {"algorithm": "EAGLE", "version": "v2", "overlap": False}},
-        draft="tiny-llama-eagle",
+        draft="tiny-llama-eagle-vllm",
     ),
     Mutant(
         name="double-free",
