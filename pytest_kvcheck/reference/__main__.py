@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from .faults import TABLE
+from .faults import TABLE, Faults
 
 VERSION = "reference-" + metadata.version("pytest-kvcheck")
 
@@ -23,7 +23,7 @@ VERSION = "reference-" + metadata.version("pytest-kvcheck")
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="python -m pytest_kvcheck.reference",
-        description="A small inference engine that speaks SGLang's HTTP protocol and whose faults can be planted.",
+        description="A small inference engine with SGLang's HTTP protocol and faults that can be planted.",
         allow_abbrev=False,
     )
     add = flags.add_argument
@@ -79,8 +79,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.model_path is None:
         _refuse(
-            "--model-path: expected a folder with a model, found nothing. Make one with `kvcheck models make DIR`."
+            "--model-path: expected a folder with a model, found nothing; `kvcheck models make DIR` makes one"
         )
+    try:
+        Faults(args.plant)  # before torch is imported, which takes seconds
+    except ValueError as error:
+        _refuse(str(error))
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr)
     logging.getLogger("kvcheck.reference").setLevel(args.log_level.upper())
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +21,9 @@ Tops = list[tuple[float, int]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """``temperature`` 0 is greedy; otherwise ``seed`` and the position decide, so that batching changes nothing."""
+    """``temperature`` 0 is greedy; otherwise ``seed`` and the position decide, so that batching changes
+    nothing.
+    """
 
     max_new: int
     temperature: float = 0.0
@@ -33,8 +35,8 @@ class Sampling:
 class Request:
     """One request. ``prompt`` is all it attends to, a session's history included.
 
-    ``input_start``: first prompt position whose log-prob is wanted (-1: none). ``epoch`` counts retractions and the
-    end, so that a result that was under way then is known to be stale.
+    ``input_start``: first prompt position whose log-prob is wanted (-1: none). ``epoch`` counts retractions
+    and the end, so that a result that was under way then is known to be stale.
     """
 
     rid: str
@@ -66,13 +68,24 @@ class Request:
         """Take up what was generated so far: after a retraction it must be computed again."""
         self.ids = np.array(self.prompt + self.output, dtype=np.int64)
 
+    def take_inputs(self, entry: Entry, logprobs: list[float], tops: list[Tops] | None) -> None:
+        """Log-probs of the prompt's tokens behind those of a chunk, unless they are known already."""
+        rows = entry.rows[:-1] if entry.final else entry.rows
+        first = entry.end - len(rows) + (not entry.final)
+        if self.input_start < 0 or first != self.input_start + 1 + len(self.input_logprobs):
+            return
+        for row in rows[: max(0, len(self.prompt) - first)]:
+            self.input_logprobs.append(logprobs[row])
+            if tops is not None:
+                self.input_tops.append(tops[row][: self.tops])
+
 
 @dataclass
 class Entry:
     """One request's part of a batch: tokens ``[start, end)`` of its history.
 
-    ``final``: a token is sampled behind it. ``rows`` are its rows among the wanted logits, of which the last is the
-    sampled token's if ``final``.
+    ``final``: a token is sampled behind it. ``rows`` are its rows among the wanted logits, of which the last
+    is the sampled token's if ``final``.
     """
 
     request: Request
@@ -87,12 +100,36 @@ class Entry:
 
 @dataclass
 class Result:
-    """A batch under way: what the device gave, not yet read."""
+    """A batch under way: what the device gave, not yet read. ``logprobs`` and ``tops`` have one row a
+    wanted token.
+    """
 
     entries: list[Entry]
     next_ids: Tensor
     logprobs: Tensor | None
     tops: tuple[Tensor, Tensor] | None
+
+    def deliver(self) -> Iterator[Entry]:
+        """Read the device and give each request what is its own; yields the entries that are not stale."""
+        next_ids = self.next_ids.tolist()
+        logprobs = self.logprobs.tolist() if self.logprobs is not None else None
+        tops: list[Tops] | None = None
+        if self.tops is not None:
+            pairs = zip(self.tops[0].tolist(), self.tops[1].tolist(), strict=True)
+            tops = [list(zip(values, ids, strict=True)) for values, ids in pairs]
+        for entry in self.entries:
+            request = entry.request
+            if entry.epoch != request.epoch:
+                continue  # it finished, was aborted or retracted while this batch ran
+            if logprobs is not None and not entry.decode:
+                request.take_inputs(entry, logprobs, tops)
+            if entry.final and request.sampling.max_new > 0:
+                request.output.append(next_ids[entry.sampled])
+                if logprobs is not None and request.logprobs:
+                    request.output_logprobs.append(logprobs[entry.rows[-1]])
+                    if tops is not None:
+                        request.output_tops.append(tops[entry.rows[-1]][: request.tops])
+            yield entry
 
 
 class BatchBuilder:

@@ -9,7 +9,7 @@ from .batch import Request
 from .faults import Faults
 from .pools import Holding, Memory
 from .radix import RadixCache
-from .sessions import Sessions
+from .sessions import Session, Sessions
 
 
 class KVCache:
@@ -26,8 +26,8 @@ class KVCache:
     def start(self, request: Request, spare: int) -> bool:
         """Admit a waiting request: find its prefix, give it a row; False where rows or slots are short.
 
-        ``spare`` tokens must stay obtainable for the requests that run. A request for which only slots are short
-        keeps the row that it was given: it is the next in line.
+        ``spare`` tokens must stay obtainable for the requests that run. A request for which only slots are
+        short keeps the row that it was given: it is the next in line.
         """
         request.refill()
         limit = len(request.ids) - 1
@@ -51,13 +51,18 @@ class KVCache:
                 request.cached += 1
         return True
 
-    def _start_from_tree(self, request: Request, limit: int, spare: int) -> bool:
-        if request.holding is None:
-            row = self.memory.rows.take()
-            if row is None:
-                return False
+    def reserve_row(self, request: Request) -> None:
+        """Give the next in line a row, if it has none and one is free."""
+        has_one = request.holding or (request.session is not None and request.session.holding)
+        row = None if has_one else self.memory.rows.take()
+        if row is not None:
             request.holding = Holding(row)
+
+    def _start_from_tree(self, request: Request, limit: int, spare: int) -> bool:
+        self.reserve_row(request)
         holding = request.holding
+        if holding is None:
+            return False
         if request.input_start >= 0 and not request.input_logprobs:
             limit = min(limit, request.input_start)
         slots, node = self.tree.match(request.ids[:limit])
@@ -77,7 +82,9 @@ class KVCache:
         return pages * self.memory.page_size + spare <= self.obtainable
 
     def grow(self, holding: Holding, upto: int) -> bool:
-        """Give positions up to ``upto`` a slot, evicting from the tree as needed; False where that is not enough."""
+        """Give positions up to ``upto`` a slot, evicting from the tree as needed; False where that is not
+        enough.
+        """
         need = self.memory.pages_to_grow(holding, upto) * self.memory.page_size - self.memory.full.available
         if need > 0:
             self.tree.evict(need)
@@ -162,6 +169,19 @@ class KVCache:
         if freed and self.faults.on("double-free"):
             self.memory.full.give(self.memory.private_pages(holding)[-1:])
         self._let_go(holding)
+
+    def reclaim_session(self, asking: Session | None) -> bool:
+        """Free what the longest inactive session holds; its next turn computes its history again. False:
+        none.
+        """
+        idle = [s for s in self.sessions.by_id.values() if s.held is not None and s is not asking]
+        if not idle:
+            return False
+        session = min(idle, key=lambda s: s.last_active)
+        assert session.holding is not None
+        self.release(session.holding)
+        session.holding = None
+        return True
 
     def _let_go(self, holding: Holding) -> None:
         """Unlock the shared prefix and return the row."""

@@ -57,7 +57,9 @@ class Engine:
 
 
 def build(options: Options, tell: Callable[[list[Update]], None]) -> Engine:
-    """Load the model, make the pools. Raises :class:`OptionError`, ``ModelError`` or ``ValueError`` (a fault name)."""
+    """Load the model, make the pools. Raises :class:`OptionError`, ``ModelError`` or ``ValueError`` (a
+    fault name).
+    """
     faults = Faults(options.plant)
     page = options.page_size
     if options.chunk is not None and options.chunk % page:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import BatchBuilder, Entry, Result, Tops, sample
+from .batch import BatchBuilder, Entry, Result, sample
 from .faults import Faults
 from .model import Model
 from .pools import Ints
@@ -83,11 +83,6 @@ class Executor:
             spread.gather(1, targets[:, None])[:, 0],
             tuple(spread.topk(min(tops, spread.shape[1]))) if tops else None,  # type: ignore[arg-type]
         )
-
-
-def read_tops(values: list[list[float]], ids: list[list[int]], row: int, count: int) -> Tops:
-    """The likeliest tokens of one row of logits."""
-    return list(zip(values[row][:count], ids[row][:count], strict=True))
 
 
 def _row(entry: Entry) -> int:

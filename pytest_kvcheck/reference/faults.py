@@ -1,7 +1,7 @@
 """Known faults that can be planted, one broken line of accounting each.
 
-The code asks ``faults.on("name")`` exactly at the line that is broken, so that each fault reads as the deletion or
-alteration of that line. The table is what ``--list-faults`` prints.
+The code asks ``faults.on("name")`` exactly at the line that is broken, so that each fault reads as the
+deletion or alteration of that line. The table is what ``--list-faults`` prints.
 """
 
 from __future__ import annotations

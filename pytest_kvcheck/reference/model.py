@@ -1,7 +1,7 @@
 """A Llama forward pass over a paged KV pool: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-Also the shapes of a hybrid model: per-head norms on queries and keys, and a ``layer_types`` list that makes some
-layers attend to a sliding window only. Weights come from safetensors in Hugging Face layout.
+Also the shapes of a hybrid model: per-head norms on queries and keys, and a ``layer_types`` list that makes
+some layers attend to a sliding window only. Weights come from safetensors in Hugging Face layout.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def _theta(raw: dict[str, Any], kind: str) -> float:
 class Segment:
     """Requests that stand together in a batch and have equally many query tokens.
 
-    Their tokens are ``[start, start + count * queries)`` of the batch. ``slots[kind]`` is [count, width], the pool
-    slot of every key that they may see; ``mask[kind]`` is [count, 1, queries, width], added to the scores.
-    ``kind`` is 0 for full and 1 for sliding layers.
+    Their tokens are ``[start, start + count * queries)`` of the batch. ``slots[kind]`` is [count, width], the
+    pool slot of every key that they may see; ``mask[kind]`` is [count, 1, queries, width], added to the
+    scores. ``kind`` is 0 for full and 1 for sliding layers.
     """
 
     start: int
@@ -128,8 +128,8 @@ class Weights:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ModelError(
-                f"--model-path: expected *.safetensors in {folder}, found none. A recipe's weights are made with "
-                "`kvcheck models make DIR`."
+                f"--model-path: expected *.safetensors in {folder}, found none. "
+                "`kvcheck models make DIR` makes the weights of a recipe."
             )
         self.folder = folder
         self.tensors: dict[str, Tensor] = {}
@@ -183,7 +183,9 @@ class Layer:
         )
 
     def forward(self, x: Tensor, batch: Inputs, rope: Rope, kv: Tensor, kind: int) -> Tensor:
-        """``x`` is [tokens, hidden]; ``kv`` is this layer's [2, slots, kv_heads, head_dim], written in place."""
+        """``x`` is [tokens, hidden]; ``kv`` is this layer's [2, slots, kv_heads, head_dim], written in
+        place.
+        """
         config = self.config
         h = x if self.norm1 is None else F.rms_norm(x, (config.hidden,), self.norm1, config.eps)
         qkv = F.linear(h, self.qkv).view(-1, config.heads + 2 * config.kv_heads, config.head_dim)
@@ -220,7 +222,9 @@ def attend(q: Tensor, kv: Tensor, segment: Segment, kind: int) -> Tensor:
 
 
 class Model:
-    """The target model. ``kv`` holds one pool tensor a kind of layer, [layers, 2, slots, kv_heads, head_dim]."""
+    """The target model. ``kv`` holds one pool tensor a kind of layer, [layers, 2, slots, kv_heads,
+    head_dim].
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, positions: int) -> None:
         self.config = config = ModelConfig.load(folder)
@@ -236,7 +240,9 @@ class Model:
         ]
 
     def forward(self, batch: Inputs, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits of the wanted tokens [wanted, vocab] and the last hidden state of every token [tokens, hidden]."""
+        """Logits of the wanted tokens [wanted, vocab] and the last hidden state of every token [tokens,
+        hidden].
+        """
         x = self.embed.index_select(0, batch.ids)
         for layer, (kind, index) in zip(self.layers, self.place, strict=True):
             x = layer.forward(x, batch, self.ropes[kind], kv[kind][index], kind)

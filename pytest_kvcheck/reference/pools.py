@@ -1,7 +1,7 @@
 """Who owns which slot: the table of request rows, the page allocators and the KV tensors.
 
-A *slot* holds the KV of one token in every layer of its pool. Slots come in *pages* of ``page_size``; page 0 is a
-dummy that nobody owns, so that a padded index never hits live KV.
+A *slot* holds the KV of one token in every layer of its pool. Slots come in *pages* of ``page_size``; page 0
+is a dummy that nobody owns, so that a padded index never hits live KV.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ class PageAllocator:
 class Holding:
     """The KV that one request or one idle session holds: positions of a row of the table.
 
-    ``committed``: tokens whose KV is valid and belongs to the visible history. ``allocated``: positions that have a
-    slot, at least as many. ``protected``: the first so many positions belong to the prefix tree (a whole number of
-    pages) and are kept there by the lock on ``node``. ``evicted``: how far the sliding window has given slots back.
+    ``committed``: tokens whose KV is valid and belongs to the visible history. ``allocated``: positions that
+    have a slot, at least as many. ``protected``: the first so many positions belong to the prefix tree (a
+    whole number of pages) and are kept there by the lock on ``node``. ``evicted``: how far the sliding window
+    has given slots back.
     """
 
     row: int

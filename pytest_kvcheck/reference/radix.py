@@ -1,6 +1,7 @@
 """The prefix cache: a radix tree of token pages with locks and least-recently-used eviction.
 
-A locked node, and every node above it, is *protected*; the rest is *evictable*. Both are counted as they change.
+A locked node, and every node above it, is *protected*; the rest is *evictable*. Both are counted as they
+change.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class RadixCache:
         return np.concatenate(found), node
 
     def insert(self, tokens: Ints, slots: Ints) -> int:
-        """Give whole pages to the tree; returns how many tokens it had already (their slots stay the caller's)."""
+        """Give whole pages to the tree; returns how many tokens it had already (their slots stay the
+        caller's).
+        """
         had, node = self.match(tokens)
         if len(had) < len(tokens):
             child = Node(tokens[len(had) :].copy(), slots[len(had) :].copy(), node)
@@ -95,7 +98,9 @@ class RadixCache:
             at = at.parent
 
     def evict(self, tokens: int) -> int:
-        """Free at least so many tokens of unlocked leaves, the longest unused first; returns how many were freed."""
+        """Free at least so many tokens of unlocked leaves, the longest unused first; returns how many were
+        freed.
+        """
         leaves = [(node.used, id(node), node) for node in self.nodes() if not node.children and not node.locks]
         heapq.heapify(leaves)
         freed = 0

@@ -1,8 +1,8 @@
 """The scheduler: continuous batching, chunked and mixed prefill, retraction, abort, overlapped results.
 
-One iteration admits or decodes one batch and launches it; with overlap the *previous* batch's results are read only
-then, so each batch is planned without knowing what the one before it gave. :meth:`Scheduler.step` is one iteration
-and needs no thread; :meth:`Scheduler.run_forever` is the server's loop.
+One iteration admits or decodes one batch and launches it; with overlap the *previous* batch's results are
+read only then, so each batch is planned without knowing what the one before it gave. :meth:`Scheduler.step`
+is one iteration and needs no thread; :meth:`Scheduler.run_forever` is the server's loop.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import Any, TypeVar
 
 from .batch import Entry, Request, Result
 from .cache import KVCache
-from .executor import Executor, read_tops
+from .executor import Executor
 from .faults import Faults
 from .memcheck import MemoryCheck
-from .sessions import SessionError
 
 log = logging.getLogger("kvcheck.reference")
 T = TypeVar("T")
@@ -66,9 +65,10 @@ class Scheduler:
         faults: Faults,
         tell: Callable[[list[Update]], None],
         silent: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache, self.executor, self.limits, self.faults, self.tell = cache, executor, limits, faults, tell
-        self.sessions = cache.sessions
+        self.sessions, self.clock = cache.sessions, clock
         self.check = MemoryCheck(cache, self._active, silent)
         self.max_length = min(limits.context, cache.memory.full.total) - 1
         self.max_input = self.max_length - INPUT_MARGIN
@@ -82,7 +82,7 @@ class Scheduler:
         self.retracted_total = self.aborted_total = self.prompt_total = self.generated_total = (
             self.cached_total
         ) = 0
-        self.progress = time.monotonic()
+        self.progress = self.clock()
         self._rest = False
         self._stuck = False
         self._reaped = 0.0
@@ -125,6 +125,7 @@ class Scheduler:
         """Nothing to do: sleep until something arrives or sessions may have timed out."""
         try:
             self.inbox.get(timeout=1.0 if self.idle else 0.01)()
+            self._rest = False
         except queue.Empty:
             return
 
@@ -151,7 +152,7 @@ class Scheduler:
             request.sampling = replace(request.sampling, max_new=room)
         if request.session is not None:
             request.session.turn = request
-            request.session.last_active = time.monotonic()
+            request.session.last_active = self.clock()
         self.waiting.append(request)
 
     def abort(self, rid: str, everything: bool = False) -> int:
@@ -202,38 +203,41 @@ class Scheduler:
             self.check.idle()
         self._rest = self.idle
         if worked or self._rest:
-            self.progress = time.monotonic()
+            self.progress = self.clock()
         self._tell()
         return worked
 
     def _receive(self) -> None:
+        """Run the commands that came and reap sessions; after either the account at rest is due again."""
         while True:
             try:
                 self.inbox.get_nowait()()
+                self._rest = False
             except queue.Empty:
                 break
-        now = time.monotonic()
+        now = self.clock()
         if now - self._reaped >= 1.0:
             self._reaped = now
+            before = len(self.sessions.by_id)
             for holding in self.sessions.reap(now):
                 self.cache.release(holding)
-                self._rest = False
+            self._rest &= len(self.sessions.by_id) == before
 
     # --- planning --------------------------------------------------------------------------------
     def _prefill(self) -> list[Entry]:
         """Entries of the next prefill batch, decodes mixed in where that is on; empty: nothing to prefill."""
         entries: list[Entry] = []
+        decoding = list(self.running)
         budget = self.limits.chunk or 1 << 30
         if self.limits.mixed:
             budget -= len(self.running)
         if self.chunked is not None:
             budget -= self._extend(self.chunked, budget, entries)
-        decoding = list(self.running)
         while (
             self.waiting and self.chunked is None and budget > 0 and len(self.running) < self.limits.max_running
         ):
             request = self.waiting[0]
-            if not self.cache.start(request, self._spare()):
+            if not self._start(request):
                 break
             self.waiting.popleft()
             used = self._extend(request, budget, entries)
@@ -241,12 +245,22 @@ class Scheduler:
             if not used:
                 # Not one page fits the budget any more: the next iteration goes on with it.
                 request.state, self.chunked = "prefill", request
+        if self.waiting:
+            self.cache.reserve_row(self.waiting[0])
         if not entries:
             return []
         self._log_prefill(entries)
         if self.limits.mixed and decoding and self._decodable(decoding):
             entries += [self._claim(request) for request in decoding]
         return entries
+
+    def _start(self, request: Request) -> bool:
+        """Admit a request. Where nothing is under way that could make room for it, idle sessions do."""
+        while not self.cache.start(request, self._spare()):
+            busy = self.running or self.chunked or self.in_flight
+            if busy or not self.cache.reclaim_session(request.session):
+                return False
+        return True
 
     def _spare(self) -> int:
         """Tokens that those who run will need soon."""
@@ -333,41 +347,12 @@ class Scheduler:
     # --- results ---------------------------------------------------------------------------------
     def _resolve(self, result: Result) -> None:
         """Read a batch's results and act on them."""
-        next_ids = result.next_ids.tolist()
-        logprobs = result.logprobs.tolist() if result.logprobs is not None else None
-        tops = tuple(part.tolist() for part in result.tops) if result.tops is not None else None
-        for entry in result.entries:
-            request = entry.request
-            if entry.epoch != request.epoch:
-                continue  # it finished, was aborted or retracted while this batch ran
+        for entry in result.deliver():
             if not entry.decode:
-                self.cache.publish(request, entry.end)
-                if logprobs is not None and request.input_start >= 0:
-                    self._take_inputs(entry, logprobs, tops)
-            if not entry.final:
-                continue
-            self.changed[request] = None
-            if request.sampling.max_new > 0:
-                request.output.append(next_ids[entry.sampled])
-                if logprobs is not None and request.logprobs:
-                    row = entry.rows[-1]
-                    request.output_logprobs.append(logprobs[row])
-                    if tops is not None:
-                        request.output_tops.append(read_tops(*tops, row, request.tops))
-            self._check_finished(request)
-
-    def _take_inputs(self, entry: Entry, logprobs: list[float], tops: Any) -> None:
-        """Log-probs of the prompt's tokens behind each token of this chunk, unless they are known already."""
-        request = entry.request
-        rows = entry.rows[:-1] if entry.final else entry.rows
-        first = entry.end - len(rows) + (0 if not entry.final else -1) + 1
-        if first != request.input_start + 1 + len(request.input_logprobs):
-            return
-        for position, row in enumerate(rows, start=first):
-            if position < len(request.prompt):
-                request.input_logprobs.append(logprobs[row])
-                if tops is not None:
-                    request.input_tops.append(read_tops(*tops, row, request.tops))
+                self.cache.publish(entry.request, entry.end)
+            if entry.final:
+                self.changed[entry.request] = None
+                self._check_finished(entry.request)
 
     def _check_finished(self, request: Request) -> None:
         output, sampling = request.output, request.sampling
@@ -426,8 +411,5 @@ class Scheduler:
         )  # fmt: skip
 
     def open_session(self, session_id: str | None, timeout: float | None) -> str:
-        """Raises :class:`SessionError`."""
-        return self.sessions.open(session_id, timeout, time.monotonic())
-
-
-__all__ = ["Limits", "Rejected", "Scheduler", "SessionError", "Update"]
+        """Returns the session's id. Raises ``SessionError`` for an id that is open."""
+        return self.sessions.open(session_id, timeout, self.clock())

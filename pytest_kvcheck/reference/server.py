@@ -177,9 +177,9 @@ class Server:
     async def open_session(self, http: web.Request) -> web.Response:
         body = await _json(http)
         if "capacity_of_str_len" not in body:
-            return _respond({"error": {"message": "capacity_of_str_len: expected an integer, found none"}}, 422)
+            return _respond({"error": {"message": "capacity_of_str_len: expected a number"}}, 422)
         if not self.engine.options.streaming_sessions or not body.get("streaming"):
-            message = "Only streaming sessions are supported: send streaming=true to a server with --enable-streaming-session"
+            message = "Only streaming sessions: send streaming=true, and start with --enable-streaming-session"
             return _respond({"error": {"message": message}}, 400)
         try:
             opened = await self._call(
@@ -208,7 +208,7 @@ class Server:
         return web.Response(status=200 if done else 400, text=text)
 
     async def health(self, http: web.Request) -> web.Response:
-        still = time.monotonic() - self.scheduler.progress
+        still = self.scheduler.clock() - self.scheduler.progress
         lying = self.scheduler.faults.on("health-lies-when-stuck")
         return web.Response(status=200 if lying or self.scheduler.idle or still < HEALTH_TIMEOUT else 503)
 

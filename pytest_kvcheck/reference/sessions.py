@@ -1,7 +1,7 @@
 """Streaming sessions: the server keeps the history and its KV between turns; a turn sends only what is new.
 
-Between turns a session owns its :class:`Holding`; while a turn runs it lends it to the request. Only a turn that
-finished advances the history.
+Between turns a session owns its :class:`Holding`; while a turn runs it lends it to the request. Only a turn
+that finished advances the history.
 """
 
 from __future__ import annotations

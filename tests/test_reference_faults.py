@@ -1,0 +1,193 @@
+"""Every planted fault shows as what the table says, and the same traffic without it shows nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference_helpers import Client, tokens, worst_difference, write_model
+
+from pytest_kvcheck.reference.engine import Options
+from pytest_kvcheck.reference.faults import TABLE, Faults
+from pytest_kvcheck.reference.memcheck import MemoryFault
+
+Scenario = Callable[[Client, random.Random], str]
+SCENARIOS: dict[str, tuple[dict[str, Any], str, Scenario]] = {}
+
+
+def scenario(symptom: str, **options: Any) -> Callable[[Scenario], Scenario]:
+    """Registers traffic for the fault named as the function; ``symptom`` begins what the strict check or the
+    client says of it."""
+
+    def register(function: Scenario) -> Scenario:
+        SCENARIOS[function.__name__.replace("_", "-")] = (options, symptom, function)
+        return function
+
+    return register
+
+
+def two_turns(client: Client, rng: random.Random) -> tuple[str, Any]:
+    session = client.open()
+    first = client.send(tokens(rng, 20), 8, session)
+    client.drain()
+    return session, first
+
+
+@scenario("Full Pool Mem Leak", retract_interval=3)
+def retract_tail(client: Client, rng: random.Random) -> str:
+    for _ in range(3):
+        client.send(tokens(rng, 30), 12)
+    client.drain()
+    return ""
+
+
+@scenario("Full Pool Mem Leak")
+def stale_tail_on_next_turn(client: Client, rng: random.Random) -> str:
+    session, _ = two_turns(client, rng)
+    turn = client.send(tokens(rng, 10), 30, session)
+    client.steps(8)
+    client.scheduler.abort(turn.rid)
+    client.send(tokens(rng, 10), 4, session)
+    client.drain()
+    return ""
+
+
+@scenario("req_to_token_pool memory leak detected!available_size=7", chunk=32)
+def abort_queued_row(client: Client, rng: random.Random) -> str:
+    client.send(tokens(rng, 200), 2)
+    queued = client.send(tokens(rng, 30), 2)
+    client.steps(2)
+    client.scheduler.abort(queued.rid)
+    client.drain()
+    return ""
+
+
+@scenario("Full Pool Mem Leak", chunk=32)
+def abort_prefill_chunk(client: Client, rng: random.Random) -> str:
+    chunked = client.send(tokens(rng, 200), 2)
+    client.steps(3)
+    client.scheduler.abort(chunked.rid)
+    client.send(tokens(rng, 10), 2)
+    client.drain()
+    return ""
+
+
+@scenario("prompt_tokens")
+def aborted_turn_kept_as_history(client: Client, rng: random.Random) -> str:
+    session, first = two_turns(client, rng)
+    turn = client.send(tokens(rng, 10), 30, session)
+    client.steps(8)
+    client.scheduler.abort(turn.rid)
+    last = client.send(tokens(rng, 10), 4, session)
+    client.drain()
+    expected = len(first.prompt) + len(first.output) + 10
+    return "" if len(last.prompt) == expected else f"prompt_tokens {len(last.prompt)}, expected {expected}"
+
+
+@scenario("used")
+def lock_never_released(client: Client, rng: random.Random) -> str:
+    client.send(tokens(rng, 30), 4)
+    client.drain()
+    return f"used {client.used}" if client.used else ""
+
+
+@scenario("Full Pool Mem Leak", page_size=16, chunk=64)
+def double_free(client: Client, rng: random.Random) -> str:
+    session, _ = two_turns(client, rng)
+    client.scheduler.close_session(session)
+    client.send(tokens(rng, 30), 4)
+    client.drain()
+    return ""
+
+
+@scenario("Full Pool Mem Leak")
+def close_in_flight_leak(client: Client, rng: random.Random) -> str:
+    session, _ = two_turns(client, rng)
+    client.send(tokens(rng, 10), 8, session)
+    client.steps(4)
+    client.scheduler.close_session(session)
+    client.drain()
+    return ""
+
+
+@scenario("pool memory leak detected!")
+def session_timeout_leak(client: Client, rng: random.Random) -> str:
+    session = client.open(timeout=30.0)
+    client.send(tokens(rng, 20), 8, session)
+    client.drain()
+    start = client.scheduler.clock()
+    client.scheduler.clock = lambda: start + 60
+    client.drain()
+    return "" if not client.scheduler.sessions.by_id else "the session is still open"
+
+
+@scenario("cached_tokens")
+def cached_tokens_off_by_one(client: Client, rng: random.Random) -> str:
+    session, first = two_turns(client, rng)
+    turn = client.send(tokens(rng, 10), 4, session)
+    client.drain()
+    history = len(first.prompt) + len(first.output)
+    return "" if turn.cached in (history, history - 1) else f"cached_tokens {turn.cached}, expected {history}"
+
+
+@scenario("log-prob")
+def stale_kv_slot(client: Client, rng: random.Random) -> str:
+    session, _ = two_turns(client, rng)
+    turn = client.send(tokens(rng, 10), 8, session)
+    client.drain()
+    worst = worst_difference(client.scheduler.executor.model, turn.prompt, turn)
+    return "" if worst < 1e-4 else f"log-prob off by {worst}"
+
+
+@scenario("stuck")
+def health_lies_when_stuck(client: Client, rng: random.Random) -> str:
+    aborted = client.send(tokens(rng, 10), 50)
+    client.steps(5)
+    client.scheduler.abort(aborted.rid)
+    after = client.send(tokens(rng, 10), 4)
+    client.steps(50)
+    return "" if after.finish else "stuck"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def seen(name: str, model_folder: Path, plant: tuple[str, ...], **more: Any) -> str:
+    """What the strict check or the client says of the fault's scenario; "" where all is well."""
+    options, _, function = SCENARIOS[name]
+    settings = {"pool": 4096, "max_running": 8, "context": 512, **options, **more}
+    client = Client(Options(model_folder, streaming_sessions=True, plant=plant, **settings))
+    try:
+        return function(client, random.Random(3))
+    except MemoryFault as fault:
+        return str(fault)
+
+
+def test_every_fault_has_a_scenario() -> None:
+    assert sorted(SCENARIOS) == sorted(fault.name for fault in TABLE)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_planted_fault_shows(name: str, model_folder: Path) -> None:
+    assert seen(name, model_folder, (name,)).startswith(SCENARIOS[name][1])
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_same_traffic_without_the_fault_shows_nothing(name: str, model_folder: Path) -> None:
+    assert seen(name, model_folder, ()) == ""
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_silent_engine_lives_with_every_fault(name: str, model_folder: Path) -> None:
+    said = seen(name, model_folder, (name,), silent=True)
+    assert not said.startswith(("Full", "pool", "req_to_token", "KV"))
+
+
+def test_unknown_fault_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"--plant: expected one of retract-tail, .*; found 'retract-tial'"):
+        Faults(["retract-tial"])
