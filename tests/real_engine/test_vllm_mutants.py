@@ -36,17 +36,10 @@ def run(tmp_path: Path, mutant: Mutant, env: dict[str, str]) -> list[dict[str, A
     }
     matrix.write_text(json.dumps(content))  # JSON is YAML
     out = tmp_path / "out.json"
-    python = os.environ["KVCHECK_VLLM_PYTHON"]
+    options = ["--kvcheck-python", os.environ["KVCHECK_VLLM_PYTHON"], "--kvcheck-json", str(out)]
+    options += ["--kvcheck-artifacts", str(tmp_path / "artifacts")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "kvcheck", str(matrix), "--kvcheck-python", python]
-        + [
-            "--kvcheck-json",
-            str(out),
-            "--kvcheck-artifacts",
-            str(tmp_path / "artifacts"),
-            "-p",
-            "no:cacheprovider",
-        ],
+        [sys.executable, "-m", "pytest", "-p", "kvcheck", "-p", "no:cacheprovider", str(matrix), *options],
         cwd=tmp_path,
         capture_output=True,
         text=True,
