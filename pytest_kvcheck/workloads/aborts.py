@@ -37,15 +37,18 @@ def _mid_abort(context: WorkloadContext, workload: str, before: int) -> Plan:
             plan.open(name)
         for turn in range(before):
             for name in names:
-                plan.turn(name, APPEND, 8, label=f"{name} turn {turn + 1}")
+                size = context.opening(APPEND) if turn == 0 else APPEND
+                plan.turn(name, size, 8, label=f"{name} turn {turn + 1}")
         plan.fence()
+        first = APPEND if before else context.opening(APPEND)
         for at, name in enumerate(names):
-            target = plan.turn(name, APPEND, new, expect="either", label=f"{name} aborted turn")
+            target = plan.turn(name, first, new, expect="either", label=f"{name} aborted turn")
             plan.abort(target, when_tokens=1 + (round_ * count + at) % 6)
         plan.fence()
         for turn in range(2):
             for name in names:
-                plan.turn(name, APPEND, 8, logprobs="output", label=f"{name} turn {turn + 1} after the abort")
+                size = first if turn == 0 else APPEND
+                plan.turn(name, size, 8, logprobs="output", label=f"{name} turn {turn + 1} after the abort")
             plan.fence()
         for name in names:
             plan.close(name)
@@ -63,7 +66,7 @@ def _pre_abort(context: WorkloadContext) -> Plan:
     for round_ in range(context.rounds):
         name = f"s{round_}"
         plan.open(name)
-        plan.turn(name, APPEND, 8, label=f"{name} turn 1")
+        plan.turn(name, context.opening(APPEND), 8, label=f"{name} turn 1")
         if context.sessions == "streaming":
             plan.turn(name, APPEND, 8, expect="reject", invalid="offset", label=f"{name} with an offset")
             plan.turn(name, APPEND, 8, label=f"{name} after the offset")
@@ -74,7 +77,9 @@ def _pre_abort(context: WorkloadContext) -> Plan:
 
 
 def _queued_abort(context: WorkloadContext) -> Plan:
-    """Plain requests fill every row; turns that are still queued behind them are aborted, and then repeated."""
+    """Turns and requests are aborted while they wait, and then repeated. They wait for a row, behind as many
+    plain requests as there are rows; and for their turn to prefill, behind a prompt of many chunks.
+    """
     plan = context.builder("queued-abort")
     count, fillers = context.number("sessions"), context.cell.features.max_running
     new = min(context.number("filler_tokens"), share(context.cell, fillers + count) - 8)
@@ -89,9 +94,25 @@ def _queued_abort(context: WorkloadContext) -> Plan:
         busy = [plan.generate(8, new, label=f"filler {at}") for at in range(fillers)]
         plan.hold(plan.running(filler) for filler in busy[: fillers - len(names[::2])])
         for name in names:
-            target = plan.turn(name, APPEND, 8, expect="either", label=f"{name} queued turn")
+            target = plan.turn(name, APPEND, 8, expect="either", label=f"{name} waits for a row")
             plan.abort(target, when_tokens=0)
         plan.fence()
+        if context.chunk is not None:
+            size = min(7 * context.chunk, share(context.cell, 4) - 8)
+            behind = plan.generate(size, 2, label="long prompt")
+            fresh = f"r{round_}-fresh"
+            plan.open(fresh)
+            names.append(fresh)
+            prompt = plan.ids(APPEND)
+            # Neither has a row yet, so whichever is first in line may have one kept for it.
+            queued = [
+                plan.generate(prompt, 8, expect="either", label="plain waits to prefill", target=behind),
+                plan.turn(fresh, APPEND, 8, expect="either", label=f"{fresh} waits to prefill", target=behind),
+            ]
+            for target in queued:
+                plan.abort(target, when_tokens=0)
+            plan.fence()
+            plan.generate(prompt, 8, logprobs="output", label="plain after the abort")
         for turn in range(2):
             for name in names:
                 plan.turn(name, APPEND, 8, logprobs="output", label=f"{name} turn {turn + 1} after the abort")
@@ -169,7 +190,7 @@ MORE_ABORTS = (
         "queued-abort",
         "Turns are aborted while they wait behind a full batch, and then repeated.",
         _queued_abort,
-        {"sessions": 2, "rounds": 2, "filler_tokens": 160},
+        {"sessions": 2, "rounds": 2, "filler_tokens": 96},
         lambda cell, params: (
             rows(cell, int(params["sessions"]) + 1) or room(cell, cell.features.max_running, APPEND * 4 + 40)
         ),

@@ -50,6 +50,9 @@ def _pinned_pool(context: WorkloadContext) -> Plan:
             plan.open(name)
             plan.turn(name, size, 4, label=f"{name} fills")
         plan.fence()
+        given_up = plan.generate(int(pool * 0.3), 8, expect="either", label="waits for room, aborted")
+        plan.abort(given_up, when_tokens=0)
+        plan.fence()
         waiting = plan.generate(int(pool * 0.3), 8, label="waits for room")
         for name in names:
             plan.close(name, target=waiting)
