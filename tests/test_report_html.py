@@ -13,7 +13,15 @@ from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.report.charts import HEIGHT, WIDTH, timeline
 from pytest_kvcheck.report.html import write_html
 from pytest_kvcheck.report.results import CaseResult, write_result
-from pytest_kvcheck.trace import GaugeSample, Line, OpRecord, PoolGauge, read_trace
+from pytest_kvcheck.trace import (
+    GaugeSample,
+    Line,
+    OpRecord,
+    PoolGauge,
+    TraceHeader,
+    TraceWriter,
+    read_trace,
+)
 from tests.report_helpers import leak, result, write_trace
 
 VOID = {"meta", "br", "hr", "link", "img"}
@@ -187,3 +195,12 @@ def test_the_drawing_begins_with_the_workload_and_mixes_sources(tmp_path: Path) 
         ("evictable", 8, 8),
         ("used", 40, 0),
     ]
+
+
+def test_a_pool_that_was_always_free_says_so(tmp_path: Path) -> None:
+    trace = tmp_path / "art" / "x" / "w" / "trace.jsonl"
+    with TraceWriter(trace, TraceHeader()) as writer:
+        writer.write(GaugeSample(t=1.0, source="x", pools=[PoolGauge(total=8, used=0)]))
+    _, page = page_of(tmp_path, [result("x", "w", trace=str(trace))])
+    assert "free in every reading" in page.text
+    assert not [tag for tag, _ in page.tags if tag == "svg"]
