@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from pytest_kvcheck.cells import Case
 from pytest_kvcheck.client.control import Control
 from pytest_kvcheck.observe.gauges import Sampler
+from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.operations import Operation, Plan
 from pytest_kvcheck.oracles import logprobs, rows
 from pytest_kvcheck.oracles.base import CaseFacts
 from pytest_kvcheck.rest import Bed, settle
-from pytest_kvcheck.trace import GaugeSample, Note, OpRecord, Phase, TraceWriter
+from pytest_kvcheck.trace import GaugeSample, Note, OpRecord, Phase, PoolGauge, TraceWriter
 from pytest_kvcheck.workloads import replay
 from pytest_kvcheck.workloads.runner import Runner
 
@@ -60,6 +63,7 @@ class Examination:
             self._replay(facts)
         facts.records, facts.client_lag = self.records, self.runner.client_lag
         facts.log = self.server.log_events(line)
+        _append_accounts(gauges, facts.log)
         facts.log_tail, facts.log_path = self.server.log_tail(), self.server.log_path
         facts.server = self.server.facts()
         return facts
@@ -146,3 +150,11 @@ class Examination:
             self.trace.write(Note(t=self.bed.clock.now(), what="not flushed: others use this server"))
             return
         self._run([self.bed.operation(kind="flush", label="flush")], "drain")
+
+
+def _append_accounts(path: Path, events: Sequence[LogEvent]) -> None:
+    """Add the engine's own per-iteration sums, which no endpoint gives, to the gauges of the case."""
+    with path.open("ab") as file:
+        for event in of_meaning(events, "account"):
+            sample = GaugeSample(t=event.t, source="log", pools=[msgspec.convert(event.fields, PoolGauge)])
+            file.write(msgspec.json.encode(sample) + b"\n")

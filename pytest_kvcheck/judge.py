@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 import sys
 import time
 import traceback
@@ -130,6 +131,7 @@ class Bench:
     def _result(
         self, result: CaseResult, facts: CaseFacts, findings: list[Finding], folder: Path, argv: list[str]
     ) -> CaseResult:
+        floor = measure(facts.records)
         return replace(
             result,
             outcome=gravest(findings),
@@ -142,7 +144,7 @@ class Bench:
             log=str(facts.log_path) if facts.log_path else "",
             lacks=dict(facts.promises.lacks),
             judged=sorted(set(ORACLES) - set(facts.promises.lacks)),
-            noise_floor=measure(facts.records).limit,
+            noise_floor=floor.spread.greatest if floor.known else None,
         )
 
     def _blank(self, case: Case, case_id: str) -> CaseResult:
@@ -158,6 +160,7 @@ class Bench:
             device=cell.device,
             launch_key=cell.launch_key,
             known=[KnownRef(**asdict(known)) for known in case.known],
+            command=again(self.settings, case, case_id),
         )
 
     def _why_not(self, case: Case) -> str | None:
@@ -246,6 +249,26 @@ class Bench:
     def _stop(self) -> ServerFacts | None:
         bed, self._bed = self._bed, None
         return None if bed is None else bed.server.stop()
+
+
+def again(settings: Settings, case: Case, case_id: str) -> str:
+    """The command that runs this case again with the same plan, to be typed where pytest was started."""
+    words = ["pytest", "-p", "kvcheck", case_id.partition("#")[0], "--kvcheck-engine", case.cell.engine]
+    given = {
+        "url": settings.url,
+        "python": settings.python,
+        "device": None if case.cell.device == "cpu" else case.cell.device,
+        "seed": settings.seed or None,
+        "repeat": case.repeat + 1 if case.repeat else None,
+        "budget": settings.budget,
+    }
+    for name, value in given.items():
+        words += (
+            [f"--kvcheck-{name}", f"{value:g}" if isinstance(value, float) else str(value)] if value else []
+        )
+    for fault in case.cell.plant:
+        words += ["--kvcheck-plant", fault]
+    return shlex.join([*words, *(["--kvcheck-silent"] if settings.silent else [])])
 
 
 def _slug(case_id: str) -> str:
