@@ -209,25 +209,19 @@ def test_a_leak_ends_the_process_as_sglang_does(folder: Path) -> None:
     planted = Process(folder, "--plant=close-in-flight-leak")
     session = planted.open()
     planted.generate([5] * 30, session_params={"id": session})
-    # The check may end the process before the reply is out.
-    with (
-        contextlib.suppress(requests.RequestException),
-        requests.post(
-            planted.url + "/generate",
-            json={
-                "input_ids": [5] * 9,
-                "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True},
-                "stream": True,
-                "session_params": {"id": session},
-            },
-            stream=True,
-            timeout=DEADLINE,
-        ) as reply,
-    ):
-        next(reply.iter_lines())
+    body = {
+        "input_ids": [5] * 9,
+        "sampling_params": {"max_new_tokens": 900, "ignore_eos": True},
+        "stream": True,
+        "session_params": {"id": session},
+    }
+    with requests.post(planted.url + "/generate", json=body, stream=True, timeout=DEADLINE) as reply:
+        lines = reply.iter_lines()
+        next(lines)
         planted.post("/close_session", session_id=session)
-        for _ in reply.iter_lines():
-            pass
+        # The check may end the process before the reply is out.
+        with contextlib.suppress(requests.RequestException):
+            list(lines)
     assert planted.ended() in (-signal.SIGKILL, 131)
     log = "\n".join(planted.lines)
     assert "Scheduler hit an exception: Traceback" in log
