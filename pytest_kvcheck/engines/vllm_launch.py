@@ -167,6 +167,8 @@ def launch_spec(inputs: LaunchInputs) -> LaunchSpec:
     return LaunchSpec(
         argv=(*command, *place, *render(options)),
         env=environment(cell, inputs.device, inputs.scratch),
+        # Three processes import torch one after another: 25 s on a quiet machine, 200 s on a busy one.
+        ready_deadline=600.0,
         notes=notes(cell, inputs.device, options),
     )
 
