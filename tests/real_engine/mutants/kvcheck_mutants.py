@@ -182,7 +182,8 @@ MUTANTS = (
             "0.5.23": (
                 SESSION,
                 "        if isinstance(req.finished_reason, FINISH_ABORT):\n",
-                "        if isinstance(req.finished_reason, FINISH_ABORT) and req.finished_reason.status_code:\n",
+                "        aborted = isinstance(req.finished_reason, FINISH_ABORT)\n"
+                "        if aborted and req.finished_reason.status_code:\n",
             ),
         },
     ),
@@ -210,7 +211,8 @@ MUTANTS = (
         {
             "0.5.23": (
                 CONTROLLER,
-                "                self.sessions[sid].close_on_finish = False\n                self._close(sid)\n",
+                "                self.sessions[sid].close_on_finish = False\n"
+                "                self._close(sid)\n",
                 "                del self.sessions[sid]\n",
             ),
         },
