@@ -54,7 +54,9 @@ class SglangEngine(Engine):
         cell = inputs.cell
         command = cell.command or (inputs.python, "-m", "sglang.launch_server")
         flags = self.flags(inputs) | {name.removeprefix("--"): value for name, value in cell.args.items()}
-        return LaunchSpec((*command, *as_argv(flags)), self.environment(inputs))
+        # A process that dies is seen at once; the deadline is for one that hangs. Importing it all on a busy
+        # machine has taken three minutes.
+        return LaunchSpec((*command, *as_argv(flags)), self.environment(inputs), ready_deadline=600.0)
 
     def flags(self, inputs: LaunchInputs) -> dict[str, Any]:
         """Flags without their dashes; True is a bare flag, False and None leave it out."""
