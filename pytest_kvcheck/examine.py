@@ -50,7 +50,12 @@ class Examination:
             self._measure_launch()
         # A client of its own: requests sessions are not shared between threads.
         watch = Control(self.server.base_url, timeout=10.0)
-        with Sampler(lambda t: self.engine.sample(watch, t), self.bed.clock.now, gauges) as sampler:
+
+        def look(t: float) -> GaugeSample:
+            self.engine.provoke(watch, self.case.cell)
+            return self.engine.sample(watch, t)
+
+        with Sampler(look, self.bed.clock.now, gauges) as sampler:
             self._run(self.plan.operations, "workload")
             self._close_sessions()
             settled = settle(self.bed, self._run, baseline.account)

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_helpers import METRICS, FakeVllm, answers, metrics
+from vllm_helpers import METRICS, FakeVllm, answers, cell, metrics
 
+from pytest_kvcheck.cells import Retract
 from pytest_kvcheck.client.control import Answer
 from pytest_kvcheck.engines import vllm_gauges, vllm_versions
 from pytest_kvcheck.engines.vllm import LOG_RULES, VllmEngine
@@ -124,6 +125,20 @@ def test_without_development_mode_the_gauges_stand_alone() -> None:
     sample = VllmEngine().account(FakeVllm(answers(metrics(), Answer(404, "{}"))), 0.0, [])
     assert sample.source == "metrics"
     assert sample.error == ""
+
+
+def test_a_retract_cell_preempts_what_runs_and_nothing_else() -> None:
+    engine, running = VllmEngine(), FakeVllm(answers(metrics(running=3)))
+    engine.sample(running, 0.0)
+    engine.provoke(running, cell())
+    assert not any("reset" in path for path in running.asked), "the cell does not want it"
+    engine.provoke(running, cell(retract=Retract()))
+    assert running.asked[-1] == "POST /reset_prefix_cache?reset_running_requests=true"
+
+    idle = FakeVllm(answers(metrics()))
+    engine.sample(idle, 1.0)
+    engine.provoke(idle, cell(retract=Retract()))
+    assert not any("reset" in path for path in idle.asked)
 
 
 # --- log -----------------------------------------------------------------------------------------

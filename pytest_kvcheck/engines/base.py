@@ -135,6 +135,13 @@ class Engine(ABC):
         """
 
     # --- observation -----------------------------------------------------------------------------
+    def provoke(self, control: Control, cell: Cell) -> None:
+        """Called all along while a workload runs: makes the engine do what the cell says and no flag can.
+
+        Never raises. Does nothing where flags are enough.
+        """
+        return None
+
     @abstractmethod
     def log_rules(self) -> Sequence[LogRule]: ...
 

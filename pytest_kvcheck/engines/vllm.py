@@ -57,6 +57,7 @@ class VllmEngine(Engine):
         super().__init__()
         self._block: int | None = None
         self._groups = KvGroups()
+        self._running = 0
 
     # --- start -----------------------------------------------------------------------------------
     def unsupported(self, cell: Cell, device: DeviceName, version: str) -> str | None:
@@ -143,8 +144,15 @@ class VllmEngine(Engine):
     def log_rules(self) -> Sequence[LogRule]:
         return LOG_RULES
 
+    def provoke(self, control: Control, cell: Cell) -> None:
+        """Preempts all that runs, where the cell retracts: a small pool alone preempts only long requests."""
+        if cell.features.retract is not None and self._running >= 2:
+            control.post(f"{vllm_gauges.RESET_PATH}?reset_running_requests=true")
+
     def sample(self, control: Control, t: float) -> GaugeSample:
-        return vllm_gauges.sample(control, t, vllm_versions.golden_gauges(self.version))
+        seen = vllm_gauges.sample(control, t, vllm_versions.golden_gauges(self.version))
+        self._running = seen.running or 0
+        return seen
 
     def account(self, control: Control, t: float, recent: Sequence[LogEvent]) -> GaugeSample:
         return vllm_gauges.account(control, t, vllm_versions.golden_gauges(self.version))

@@ -182,8 +182,9 @@ def notes(cell: Cell, device: DeviceName, options: Mapping[str, Any]) -> tuple[s
         out.append(f"page_size 1 (the default) runs as blocks of {block} tokens, vLLM's smallest on {device}")
     if want.retract is not None:
         out.append(
-            "vLLM cannot be told to retract: the pool has the least size, "
-            f"{options['num-gpu-blocks-override']} blocks, so that concurrent requests preempt each other"
+            "vLLM has no flag to retract: the pool has the least size, "
+            f"{options['num-gpu-blocks-override']} blocks, so that long requests preempt each other, and while "
+            "two or more run all are preempted now and then (/reset_prefix_cache?reset_running_requests=true)"
         )
     if not want.mixed_chunk and want.chunked_prefill is not None:
         out.append(

@@ -82,8 +82,6 @@ def lacks(cell: Cell, version: str) -> dict[str, str]:
         out["reset_verdict"] = (
             f"not known of vLLM {version}: its /reset_prefix_cache may not say if it succeeded"
         )
-    if cell.features.retract:
-        out["forced_retract"] = "vLLM preempts when its pool is full only, so the cell gets the smallest pool"
     return out
 
 
