@@ -92,6 +92,7 @@ def flags(cell: Cell, device: DeviceName, model: str, draft: str | None) -> dict
         out["gpu-memory-utilization"] = want.gpu_memory
     if want.speculative is not None:
         out["speculative-config"] = _speculative(cell, draft)
+        out["per-request-spec-decode-metrics"] = "summary"
         if device == "cuda":
             out["async-scheduling"] = want.speculative.overlap
     return out | {name.removeprefix("--"): value for name, value in cell.args.items()}

@@ -13,14 +13,13 @@ import pytest
 from vllm_mutants import MUTANTS, Mutant
 
 MODELS = Path(__file__).parents[2] / "fixtures" / "models"
-# One cell for each set of features under which a fault is planted, with all the workloads of its mutants.
 DEFAULTS = {"page_size": 32, "chunked_prefill": 128, "context_length": 1024, "pool_tokens": 16384}
 
 pytestmark = [pytest.mark.real_engine("vllm"), pytest.mark.slow]
 
 
-def run(tmp_path: Path, mutant: Mutant, env: dict[str, str]) -> list[dict[str, Any]]:
-    """The cases of a matrix with the mutant's cell and workloads, by the plugin in a process of its own."""
+def run(tmp_path: Path, mutant: Mutant, env: dict[str, str], workloads: list[str]) -> list[dict[str, Any]]:
+    """The cases of a matrix with the mutant's cell, by the plugin in a process of its own."""
     matrix = tmp_path / "mutant.yaml"
     model = {"path": str(MODELS / mutant.model)}
     if mutant.draft:
@@ -32,7 +31,7 @@ def run(tmp_path: Path, mutant: Mutant, env: dict[str, str]) -> list[dict[str, A
         "engine": "vllm",
         "model": model,
         "cells": {mutant.name: cell},
-        "workloads": list(mutant.workloads),
+        "workloads": workloads,
     }
     matrix.write_text(json.dumps(content))  # JSON is YAML
     out = tmp_path / "out.json"
@@ -54,7 +53,7 @@ def run(tmp_path: Path, mutant: Mutant, env: dict[str, str]) -> list[dict[str, A
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_found_and_named(mutant: Mutant, tmp_path: Path) -> None:
-    cases = run(tmp_path, mutant, mutant.env)
+    cases = run(tmp_path, mutant, mutant.env, [mutant.workload])
     logs = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("server-*.log"))
     assert f"kvcheck: 1 changes in {mutant.module}" in logs, "the patch was not applied"
     seen = [(case["id"], case["outcome"], case["reason"]) for case in cases]
@@ -65,9 +64,19 @@ def test_a_mutant_is_found_and_named(mutant: Mutant, tmp_path: Path) -> None:
     assert kinds & mutant.kinds, seen
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_its_clean_twin_is_silent(mutant: Mutant, tmp_path: Path) -> None:
-    cases = run(tmp_path, mutant, {"PYTHONPATH": mutant.env["PYTHONPATH"]})
+def twins() -> list[list[Mutant]]:
+    """The mutants that share a configuration: one clean server is the twin of all of them."""
+    groups: dict[str, list[Mutant]] = {}
+    for mutant in MUTANTS:
+        groups.setdefault(json.dumps([mutant.model, mutant.draft, mutant.cell]), []).append(mutant)
+    return list(groups.values())
+
+
+@pytest.mark.parametrize("group", twins(), ids=lambda group: "+".join(mutant.name for mutant in group))
+def test_the_clean_twin_is_silent(group: list[Mutant], tmp_path: Path) -> None:
+    workloads = sorted({mutant.workload for mutant in group})
+    cases = run(tmp_path, group[0], {"PYTHONPATH": group[0].env["PYTHONPATH"]}, workloads)
+    assert len(cases) == len(workloads)
     assert [
         (case["id"], case["outcome"], case["reason"]) for case in cases if case["outcome"] != "passed"
     ] == []

@@ -1,6 +1,6 @@
 """Faults for a real vLLM 0.32.0: one accounting line each, broken while the engine starts.
 
-``cell`` are the features under which the fault can show, ``workloads`` those that provoke it.
+``cell`` are the features under which the fault can show, ``workload`` provokes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Mutant:
     new: str
     kinds: frozenset[str]
     outcomes: frozenset[str]
-    workloads: tuple[str, ...]
+    workload: str
     cell: dict[str, Any] = field(default_factory=dict)
     model: str = "tiny-llama"
     draft: str | None = None
@@ -52,7 +52,7 @@ MUTANTS = (
         ),
         kinds=frozenset({"K03", "K04"}),
         outcomes=LEAK,
-        workloads=("first-mid-abort", "nth-mid-abort"),
+        workload="nth-mid-abort",
     ),
     Mutant(
         name="preemption-frees-one-too-few",
@@ -65,7 +65,7 @@ MUTANTS = (
         ),
         kinds=frozenset({"K05"}),
         outcomes=LEAK | {"stuck"},
-        workloads=("stress-concurrent",),
+        workload="stress-concurrent",
         cell={"retract": {"interval": 3}, "context_length": 2048},
     ),
     Mutant(
@@ -80,7 +80,7 @@ MUTANTS = (
         ),
         kinds=frozenset({"K02", "K01"}),
         outcomes=LEAK,
-        workloads=("stress-concurrent",),
+        workload="stress-concurrent",
         cell={"speculative": {"algorithm": "EAGLE", "version": "v2", "overlap": False}},
         draft="tiny-llama-eagle-vllm",
     ),
@@ -95,7 +95,7 @@ MUTANTS = (
         ),
         kinds=frozenset({"K12", "K13"}),
         outcomes=frozenset({"leak", "crash", "mismatch"}),
-        workloads=("stress-concurrent",),
+        workload="stress-concurrent",
     ),
     Mutant(
         name="prefix-hash-of-wrong-tokens",
@@ -104,7 +104,7 @@ MUTANTS = (
         new="curr_block_token_ids_tuple = tuple(one % 2 for one in curr_block_token_ids[:2])",
         kinds=frozenset({"K17", "K13"}),
         outcomes=frozenset({"mismatch"}),
-        workloads=("stress-concurrent",),
+        workload="stress-concurrent",
     ),
     Mutant(
         name="sliding-window-blocks-never-released",
@@ -119,7 +119,7 @@ MUTANTS = (
         new="            blocks[i] = self._null_block\n\n    def remove_skipped_blocks(",
         kinds=frozenset({"K14", "K01"}),
         outcomes=LEAK,
-        workloads=("stress-concurrent",),
+        workload="stress-concurrent",
         model="tiny-swa",
     ),
 )
