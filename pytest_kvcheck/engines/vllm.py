@@ -1,4 +1,8 @@
-"""vLLM: a real engine whose sessions are the client's, judged by its own metrics and leak probe."""
+"""vLLM: a real engine whose sessions are the client's, judged by its own metrics and leak probe.
+
+Its streaming input sessions, which keep their KV between turns, have no HTTP route of their own. A server with
+``args: {middleware: kvcheck_sessions.sessions}`` (``vllm_cpu/inject``) has one, and is then spoken to as such.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +62,7 @@ class VllmEngine(Engine):
         self._block: int | None = None
         self._groups = KvGroups()
         self._running = 0
+        self._sessions = False
 
     # --- start -----------------------------------------------------------------------------------
     def unsupported(self, cell: Cell, device: DeviceName, version: str) -> str | None:
@@ -74,7 +79,11 @@ class VllmEngine(Engine):
             return package_version(python, "vllm", advice)
 
     def launch_spec(self, inputs: LaunchInputs) -> LaunchSpec:
-        return vllm_launch.launch_spec(inputs)
+        try:
+            version = "" if inputs.cell.command else self.installed_version(inputs.python)
+        except LookupError:
+            version = ""  # the start will fail, and say why
+        return vllm_launch.launch_spec(inputs, version)
 
     def ready(self, control: Control) -> bool:
         """Whether the server has answered a first request: /health is good long before it can."""
@@ -97,6 +106,7 @@ class VllmEngine(Engine):
         self.version = version if isinstance(version, str) and vllm_versions.release(version) else ""
         block = _config(info, "cache_config").get("block_size")
         self._block = block if isinstance(block, int) else None
+        self._sessions = control.get("/kvcheck/sessions").ok
         self._groups = kv_groups(str(_config(info, "model_config").get("model", "")))
         return info
 
@@ -111,26 +121,30 @@ class VllmEngine(Engine):
 
     def rules(self, cell: Cell) -> Rules:
         return Rules(
-            sessions="resent",
+            sessions="streaming" if self._sessions else "resent",
             stale_when_idle=False,
             has=frozenset(vllm_versions.golden_gauges(self.version)),
-            lacks=vllm_versions.lacks(cell, self.version),
+            lacks=vllm_versions.lacks(cell, self.version, self._sessions),
         )
 
     # --- requests --------------------------------------------------------------------------------
     def open_call(self, op: Operation, session_id: str) -> Call | None:
-        return None
+        return Call("POST", "/kvcheck/open", {"session_id": session_id}) if self._sessions else None
 
     def close_call(self, session_id: str) -> Call | None:
-        return None
+        return Call("POST", "/kvcheck/close", {"session_id": session_id}) if self._sessions else None
 
     def request_call(self, op: Operation, rid: str, session_id: str | None, history: Sequence[int]) -> Call:
+        if self._sessions and op.kind == "turn" and session_id is not None:
+            return vllm_wire.session_call(op, rid, session_id)
         return vllm_wire.request_call(op, rid, history)
 
     def reply_parser(self, op: Operation, history: int) -> ReplyParser:
-        return vllm_wire.CompletionParser(op, history)
+        return vllm_wire.CompletionParser(op, history, echo=not (self._sessions and op.kind == "turn"))
 
     def abort_call(self, rid: str | None) -> Call | None:
+        if self._sessions:
+            return Call("POST", "/kvcheck/abort", {"request_ids": [] if rid is None else [rid]})
         ids = [] if rid is None else [vllm_wire.engine_request_id(rid)]
         return Call("POST", "/abort_requests", {"request_ids": ids})
 
@@ -146,7 +160,7 @@ class VllmEngine(Engine):
 
     def provoke(self, control: Control, cell: Cell) -> None:
         """Preempts all that runs, where the cell retracts: a small pool alone preempts only long requests."""
-        if cell.features.retract is not None and self._running >= 2:
+        if cell.features.retract is not None and self._running >= 2 and not self._sessions:
             control.post(f"{vllm_gauges.RESET_PATH}?reset_running_requests=true")
 
     def sample(self, control: Control, t: float) -> GaugeSample:

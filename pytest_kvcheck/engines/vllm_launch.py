@@ -10,8 +10,11 @@ from typing import Any
 
 from pytest_kvcheck.cells import Cell, DeviceName, Features
 from pytest_kvcheck.engines.base import LaunchInputs, LaunchSpec
-from pytest_kvcheck.engines.vllm_versions import METHODS, block_size
+from pytest_kvcheck.engines.vllm_versions import METHODS, VERIFY_STEPS, block_size, release
 
+# The folder of modules for vLLM's own process, and the one in it that gives sessions HTTP routes.
+INJECT = Path(__file__).with_name("vllm_cpu") / "inject"
+SESSIONS = "kvcheck_sessions.sessions"
 MODULE = "vllm.entrypoints.openai.api_server"
 # GiB; on a CPU vLLM sizes its pool by it, and refuses an override of the number of blocks beyond it.
 CPU_POOL_GIB = 1
@@ -65,7 +68,7 @@ def batched_tokens(features: Features) -> int:
     return max(features.chunked_prefill or features.context_length, features.max_running * (1 + drafted))
 
 
-def flags(cell: Cell, device: DeviceName, model: str, draft: str | None) -> dict[str, Any]:
+def flags(cell: Cell, device: DeviceName, model: str, draft: str | None, version: str = "") -> dict[str, Any]:
     """vLLM's options without ``--``: True sets, False is ``--no-``, None is left out, a mapping is JSON."""
     want = cell.features
     block = block_size(want.page_size, device)
@@ -92,7 +95,8 @@ def flags(cell: Cell, device: DeviceName, model: str, draft: str | None) -> dict
         out["gpu-memory-utilization"] = want.gpu_memory
     if want.speculative is not None:
         out["speculative-config"] = _speculative(cell, draft)
-        out["per-request-spec-decode-metrics"] = "summary"
+        if (release(version) or (0, 0, 0)) >= VERIFY_STEPS:
+            out["per-request-spec-decode-metrics"] = "summary"
         if device == "cuda":
             out["async-scheduling"] = want.speculative.overlap
     return out | {name.removeprefix("--"): value for name, value in cell.args.items()}
@@ -132,6 +136,7 @@ def render(options: Mapping[str, Any]) -> list[str]:
 def environment(cell: Cell, device: DeviceName, scratch: Path) -> dict[str, str | None]:
     """Additions to the inherited environment; the cell's own come last."""
     env: dict[str, str | None] = {
+        **({"PYTHONPATH": str(INJECT)} if cell.args.get("middleware") == SESSIONS else {}),
         # Without it there is no /reset_prefix_cache, /server_info or /abort_requests.
         "VLLM_SERVER_DEV_MODE": "1",
         # An engine core that died must take the server with it, or /health goes on answering 200.
@@ -160,9 +165,10 @@ def environment(cell: Cell, device: DeviceName, scratch: Path) -> dict[str, str 
     return env | dict(cell.env)
 
 
-def launch_spec(inputs: LaunchInputs) -> LaunchSpec:
+def launch_spec(inputs: LaunchInputs, version: str) -> LaunchSpec:
+    """How to start the cell's server; ``version`` is the installed one, "" where it is not known."""
     cell = inputs.cell
-    options = flags(cell, inputs.device, inputs.model, inputs.draft)
+    options = flags(cell, inputs.device, inputs.model, inputs.draft, version)
     command = list(cell.command or (inputs.python, "-m", MODULE))
     place = ["--model", inputs.model, "--host", "127.0.0.1", "--port", str(inputs.port)]
     return LaunchSpec(
@@ -191,7 +197,7 @@ def notes(cell: Cell, device: DeviceName, options: Mapping[str, Any]) -> tuple[s
         out.append(
             "vLLM always mixes prefill chunks and decodes in one batch; mixed_chunk: false has no effect"
         )
-    if want.streaming_session:
+    if want.streaming_session and cell.args.get("middleware") != SESSIONS:
         out.append("vLLM's HTTP server keeps no sessions: each turn sends the whole history again")
     return tuple(out)
 

@@ -18,6 +18,8 @@ Release = tuple[int, int, int]
 TOKEN_IDS: Release = (0, 10, 2)
 # The first release read whose /reset_prefix_cache says whether it succeeded, with /abort_requests beside it.
 RESET_VERDICT: Release = (0, 32, 0)
+# The first release read that can tell a reply how many rounds of speculation it took.
+VERIFY_STEPS: Release = (0, 32, 0)
 
 # The smallest block of tokens that the attention backends of a device take; larger ones are its multiples.
 SMALLEST_BLOCK: dict[DeviceName, int] = {"cpu": 32, "cuda": 16}
@@ -64,8 +66,13 @@ def unsupported(cell: Cell, device: DeviceName, version: str) -> str | None:
     return None
 
 
-def lacks(cell: Cell, version: str) -> dict[str, str]:
-    """Checks and gauges that vLLM, this release or this cell goes without, each with the reason."""
+def lacks(cell: Cell, version: str, sessions: bool = False) -> dict[str, str]:
+    """Checks and gauges that vLLM, this release or this cell goes without, each with the reason.
+
+    ``sessions``: the server keeps them itself (streaming input).
+    """
+    held = "vLLM does not tell which used blocks are a session's"
+    ours = "sessions are the client's: nothing is held between turns"
     out = {
         "busy_check": "vLLM has no check of its own while it runs",
         "idle_check": "vLLM checks its pool only when POST /reset_prefix_cache asks, which the account does",
@@ -73,15 +80,20 @@ def lacks(cell: Cell, version: str) -> dict[str, str]:
         "available": "free blocks and evictable blocks are one number in vLLM",
         "evictable": "free blocks and evictable blocks are one number in vLLM",
         "protected": "vLLM tells used blocks only",
-        "session_held": "sessions are the client's: nothing is held between turns",
-        "sessions": "sessions are the client's: nothing is held between turns",
+        "session_held": held if sessions else ours,
+        "sessions": held if sessions else ours,
         "retractions": "vLLM counts preemptions of the engine (num_preemptions), not of one request",
     }
+    if sessions:
+        # Of a session vLLM counts the first turn only, so log-probs alone tell whether its history is right.
+        out["cached_turn"] = "vLLM reports no cached tokens for a turn that follows on a streaming session's KV"
     have = release(version)
     if have is not None and have < RESET_VERDICT:
         out["reset_verdict"] = (
             f"not known of vLLM {version}: its /reset_prefix_cache may not say if it succeeded"
         )
+    if cell.features.speculative and have is not None and have < VERIFY_STEPS:
+        out["speculation"] = f"not known of vLLM {version}: its replies may not tell rounds of speculation"
     return out
 
 

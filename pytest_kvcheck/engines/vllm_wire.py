@@ -50,6 +50,20 @@ def request_call(op: Operation, rid: str, history: Sequence[int]) -> Call:
     return Call("POST", "/v1/completions", body)
 
 
+def session_call(op: Operation, rid: str, session_id: str) -> Call:
+    """A turn of a session that the server keeps (``vllm_cpu/inject/kvcheck_sessions.py``): new tokens only."""
+    body: dict[str, Any] = {
+        "session_id": session_id,
+        "request_id": rid,
+        "prompt": list(op.input_ids),
+        "max_tokens": op.max_new_tokens,
+        "logprobs": None if op.logprobs == "none" else 0,
+    }
+    if op.invalid is not None:
+        body["invalid"] = op.invalid
+    return Call("POST", "/kvcheck/turn", body)
+
+
 def engine_request_id(rid: str) -> str:
     """The id under which the engine knows the one prompt of a completion."""
     return f"cmpl-{rid}-0"
@@ -60,14 +74,15 @@ def wants_input_logprobs(op: Operation) -> bool:
 
 
 class CompletionParser:
-    """One completion's answer, streamed or whole.
+    """One completion's answer, streamed or whole; ``echo`` False where the prompt's log-probs do not come.
 
     Never raises: what cannot be understood becomes a fault of the reply, one sentence each, the first of its
     sort with the number of its like.
     """
 
-    def __init__(self, op: Operation, history: int) -> None:
+    def __init__(self, op: Operation, history: int, echo: bool = True) -> None:
         self._op = op
+        self._echo = echo and wants_input_logprobs(op)
         self._sent = (history if op.kind == "turn" else 0) + len(op.input_ids)
         self._reply = Reply()
         self._ids: list[int] = []
@@ -175,7 +190,7 @@ class CompletionParser:
         reply.prompt_tokens = self._count(self._usage, "prompt_tokens")
         reply.completion_tokens = self._count(self._usage, "completion_tokens")
         details = self._usage.get("prompt_tokens_details")
-        if isinstance(details, dict) and not wants_input_logprobs(self._op):
+        if isinstance(details, dict) and not self._echo:
             reply.cached_tokens = self._count(details, "cached_tokens")
         if reply.completion_tokens is not None and reply.completion_tokens != len(self._ids):
             self._fault(
@@ -200,7 +215,7 @@ class CompletionParser:
         if reply.finish == "abort" and not self._ids:
             return  # stopped before it computed anything
         prompt = len(self._logprobs) - len(self._ids)
-        expected = self._sent if wants_input_logprobs(op) else 0
+        expected = self._sent if self._echo else 0
         if prompt != expected:
             self._fault(
                 "length",
@@ -209,7 +224,7 @@ class CompletionParser:
             )
             return
         reply.output_logprobs = self._values("output", self._logprobs[prompt:])
-        if not wants_input_logprobs(op):
+        if not self._echo:
             return
         reply.input_logprobs = self._values("input", self._logprobs[:prompt], first_is_none=True)
         reply.input_ids = self._prompt
