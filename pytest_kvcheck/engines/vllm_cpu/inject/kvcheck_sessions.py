@@ -1,8 +1,8 @@
 """HTTP routes for vLLM's streaming input sessions, which stock servers offer over their audio socket only.
 
 Use: put this folder on PYTHONPATH and give ``--middleware kvcheck_sessions.sessions``. Nothing of vLLM
-changes: a session is one ``engine_client.generate(...)`` that is fed turn by turn, so its KV blocks stay with it between
-turns. A turn answers as a streamed completion does.
+changes: a session is one ``engine_client.generate(...)`` that is fed turn by turn, so its KV blocks stay with
+it between turns. A turn answers as a streamed completion does.
 
 POST /kvcheck/open {session_id} · POST /kvcheck/close {session_id} · GET /kvcheck/sessions
 POST /kvcheck/turn {session_id, request_id, prompt, max_tokens, logprobs}: ``prompt`` holds the new tokens only
