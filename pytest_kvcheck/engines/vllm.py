@@ -21,7 +21,7 @@ from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.trace import GaugeSample
 
 # The first answer collects facts about the machine, which takes seconds.
-INFO_TIMEOUT = 60.0
+INFO_TIMEOUT = 120.0
 # The first request after a start may compile kernels.
 WARM_UP_TIMEOUT = 120.0
 # Long on purpose: on a CPU with AMX, 0.32.0 dies of an illegal instruction where the first prompt is short
