@@ -308,11 +308,10 @@ class _Finder:
     def find_spec(self, name, path=None, target=None):
         if name not in {module for module, _, _ in self.mutant.edits.values()}:
             return None
-        edit = self.mutant.edits.get(self.release or _release())
+        release = self.release or _release()
+        edit = self.mutant.edits.get(release)
         if edit is None:
-            _give_up(
-                f"{self.mutant.name} is made for SGLang {', '.join(self.mutant.edits)}, found {_release()}"
-            )
+            _give_up(f"{self.mutant.name} is made for SGLang {', '.join(self.mutant.edits)}, found {release}")
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and name == edit[0]:
             spec.loader = _Loader(spec.loader.name, spec.loader.path, self.mutant.name, edit)
