@@ -108,14 +108,15 @@ class MemoryCheck:
         """No page is free twice, and no free page has an owner."""
         if not self.pages:
             return
-        memory = self.cache.memory
-        times_free = np.bincount(memory.full.free_pages, minlength=memory.full.pages + 1)
-        twice = int((times_free > 1).sum())
-        if twice:
+        memory, tree = self.cache.memory, self.cache.tree
+        times_free = memory.full.times_free
+        if times_free.max() > 1:
+            twice = int((times_free > 1).sum())
             raise MemoryFault(f"KV double free: sub-pool 0 has {twice} duplicate pages.")
-        private = [memory.private_pages(holding) for holding in [*self._lent(), *self.cache.sessions.held()]]
-        owned = np.concatenate([self.cache.tree.owned_pages(), *private])
-        lost = owned[times_free[owned] > 0]
+        owned = tree.owns.copy()
+        for holding in [*self._lent(), *self.cache.sessions.held()]:
+            owned[memory.private_pages(holding)] = 1
+        lost = np.flatnonzero(owned & times_free)
         if len(lost):
             raise MemoryFault(
                 f"KV page use-after-free: {len(lost)} owner page refs are in the free pool, "

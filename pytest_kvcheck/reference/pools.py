@@ -27,7 +27,10 @@ def pages_for(tokens: int, page_size: int) -> int:
 
 
 class PageAllocator:
-    """Free pages as a stack: what was freed last is used first, so that a premature free shows at once."""
+    """Free pages as a stack: what was freed last is used first, so that a premature free shows at once.
+
+    ``times_free[page]`` counts how often a page is in the stack, for the check that it is there once at most.
+    """
 
     def __init__(self, tokens: int, page_size: int) -> None:
         self.page_size = page_size
@@ -39,6 +42,8 @@ class PageAllocator:
     def clear(self) -> None:
         self._stack[: self.pages] = np.arange(self.pages, 0, -1)
         self._count = self.pages
+        self.times_free = np.ones(self.pages + 1, dtype=np.int8)
+        self.times_free[0] = 0
 
     @property
     def total(self) -> int:
@@ -50,21 +55,20 @@ class PageAllocator:
         """Free tokens."""
         return self._count * self.page_size
 
-    @property
-    def free_pages(self) -> Ints:
-        return self._stack[: self._count]
-
     def take(self, pages: int) -> Ints | None:
         """So many page numbers, or None (and nothing taken) where there are fewer."""
         if pages > self._count:
             return None
         self._count -= pages
-        return self._stack[self._count : self._count + pages][::-1].copy()
+        taken = self._stack[self._count : self._count + pages][::-1].copy()
+        self.times_free[taken] -= 1
+        return taken
 
     def give(self, pages: Ints) -> None:
         count = min(len(pages), len(self._stack) - self._count)
         self._stack[self._count : self._count + count] = pages[:count]
         self._count += count
+        np.add.at(self.times_free, pages[:count], 1)
 
 
 @dataclass

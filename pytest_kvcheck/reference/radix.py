@@ -31,7 +31,10 @@ class Node:
 
 
 class RadixCache:
-    """A tree over one allocator. ``enabled`` False: nothing matches and nothing is kept."""
+    """A tree over one allocator. ``enabled`` False: nothing matches and nothing is kept.
+
+    ``owns[page]`` is 1 for the pages that the tree owns.
+    """
 
     def __init__(self, allocator: PageAllocator, enabled: bool = True) -> None:
         self.allocator = allocator
@@ -43,6 +46,7 @@ class RadixCache:
         self.root = Node(NOTHING, NOTHING, None)
         self.evictable = 0
         self.protected = 0
+        self.owns = np.zeros(self.allocator.pages + 1, dtype=np.int8)
         self._clock = count(1)
 
     def whole_pages(self, length: int) -> int:
@@ -76,6 +80,7 @@ class RadixCache:
             child.used = next(self._clock)
             node.children[self._page(child.key, 0)] = child
             self.evictable += len(child.key)
+            self.owns[self._pages(child)] = 1
         return len(had)
 
     def lock(self, node: Node) -> None:
@@ -106,7 +111,8 @@ class RadixCache:
         freed = 0
         while freed < tokens and leaves:
             node = heapq.heappop(leaves)[2]
-            self.allocator.give(node.slots[:: self.page_size] // self.page_size)
+            self.allocator.give(self._pages(node))
+            self.owns[self._pages(node)] = 0
             freed += len(node.key)
             self.evictable -= len(node.key)
             parent = node.parent
@@ -125,10 +131,8 @@ class RadixCache:
             todo.extend(node.children.values())
         return found
 
-    def owned_pages(self) -> Ints:
-        return np.concatenate(
-            [NOTHING, *(node.slots[:: self.page_size] // self.page_size for node in self.nodes())]
-        )
+    def _pages(self, node: Node) -> Ints:
+        return node.slots[:: self.page_size] // self.page_size
 
     def _page(self, tokens: Ints, at: int) -> bytes:
         return tokens[at : at + self.page_size].tobytes()
