@@ -179,6 +179,8 @@ def _leak(facts: CaseFacts, gauge: PoolGauge, amount: int, kind: str, part: str,
     also = [other for other in why.kinds if other != first]
     if pages is None and not rows:
         also.append("K15")
+    if gauge.protected is None and first != "K10":
+        also.append("K10")  # the account does not tell what is lost from what is only locked
     unit = "rows" if rows else "tokens"
     size = f"{amount} {unit}" + (
         f" ({pages} pages)" if pages is not None and facts.cell.features.page_size > 1 else ""

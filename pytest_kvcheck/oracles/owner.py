@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pytest_kvcheck.ledger import sessions
 from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.observe.timeline import READ_DELAY, explain_break, pool_of, unaccounted
 from pytest_kvcheck.oracles.base import CaseFacts
@@ -50,14 +51,14 @@ def candidates(facts: CaseFacts) -> dict[str, list[OpRecord]]:
     return {way: records for way, records in found.items() if records}
 
 
-def attribute(facts: CaseFacts, pool: str, tokens: int | None) -> Attribution:
-    """The likeliest loser of ``tokens`` tokens of a pool."""
+def attribute(facts: CaseFacts, pool: str, tokens: int | None, rows: int | None = None) -> Attribution:
+    """The likeliest loser of ``tokens`` tokens of a pool, or of ``rows`` request rows."""
     ways = candidates(facts)
     for attempt in (_by_series, _by_release, _by_amount):
         found = attempt(facts, pool, tokens, ways)
         if found is not None:
             return found
-    return _by_elimination(ways)
+    return _by_elimination(ways, rows)
 
 
 def _kinds(record: OpRecord | None, ways: dict[str, list[OpRecord]]) -> tuple[str, ...]:
@@ -137,27 +138,66 @@ def _by_release(
 def _by_amount(
     facts: CaseFacts, pool: str, tokens: int | None, ways: dict[str, list[OpRecord]]
 ) -> Attribution | None:
-    """By the amount: the only odd request that ever held as many tokens, rounded up to pages."""
-    page = facts.cell.features.page_size
+    """By the amount: the one request, or the one sort of requests, that held exactly as many tokens.
+
+    Several fits say nothing: with coarse pages nearly everything has the same size.
+    """
     if not tokens:
         return None
-    fitting = {
-        id(record): record
-        for records in ways.values()
-        for record in records
-        for held in (record.history + len(record.op.input_ids) + len(record.reply.output_ids), record.history)
-        if held and tokens in (held, held - 1, -(-held // page) * page)
-    }
-    # With coarse pages nearly everything has the same size: the amount says nothing there.
-    if len(fitting) != 1 or (sum(map(len, ways.values())) > 1 and tokens <= page):
+    page = facts.cell.features.page_size
+    totals = {name: len(ledger.history) for name, ledger in sessions(facts.of_phase("workload")).items()}
+    odd = {id(record): record for records in ways.values() for record in records}
+    single = [record for record in odd.values() if tokens in _held(record, totals, page)]
+    if len(single) == 1 and (len(odd) == 1 or tokens > page):
+        text = (
+            f"By the amount: {tokens} tokens are what {name_of(single[0])} held, and no other odd request did."
+        )
+        return Attribution(name_of(single[0]), _kinds(single[0], ways), (text,))
+    fits: dict[str, str] = {}
+    for way, records in ways.items():
+        if len(records) > 1 and tokens in map(
+            sum, zip(*(_held(r, totals, page) for r in records), strict=True)
+        ):
+            fits[way] = f"{tokens} tokens are what the {len(records)} {way} held together ({names(records, 3)})"
+    locked = _published(facts, page)
+    if tokens in locked:
+        fits["locked"] = (
+            f"{tokens} tokens are what the plan's requests published to the prefix cache and locked"
+        )
+    if len(fits) != 1:
         return None
-    (record,) = fitting.values()
-    text = f"By the amount only: {tokens} tokens are what {name_of(record)} held, and no other odd request did."
-    return Attribution(name_of(record), _kinds(record, ways), (text,))
+    ((way, text),) = fits.items()
+    kinds = ("K10", *_kinds(None, ways)) if way == "locked" else _kinds(ways[way][0], ways)
+    return Attribution(None, kinds, (f"By the amount: {text}.",))
 
 
-def _by_elimination(ways: dict[str, list[OpRecord]]) -> Attribution:
+def _held(record: OpRecord, totals: dict[str, int], page: int) -> tuple[int, ...]:
+    """How many tokens a request, or the session that an open began, may have held: one number a way to count.
+
+    With and without the last token (its KV is not computed yet), in tokens and rounded up to pages; the whole
+    sequence, the turn's own part, and the history alone.
+    """
+    own = len(record.op.input_ids) + len(record.reply.output_ids)
+    whole = totals.get(record.op.session or "", 0) if record.op.kind == "open" else record.history + own
+    counts = (whole, whole - 1, own, own - 1, record.history)
+    return tuple(count for tokens in counts for count in (tokens, -(-tokens // page) * page))
+
+
+def _published(facts: CaseFacts, page: int) -> set[int]:
+    """What an engine may have locked in its prefix cache: first prompts of sessions, plain requests, both."""
+    done = [r for r in requests(facts.of_phase("workload")) if r.reply.finish in ("length", "stop")]
+    first = [len(r.op.input_ids) for r in done if r.op.kind == "turn" and r.history == 0]
+    plain = [len(r.op.input_ids) for r in done if r.op.kind == "generate"]
+    sums = (sum(length // page * page for length in lengths) for lengths in (first, plain, first + plain))
+    return {total for total in sums if total}
+
+
+def _by_elimination(ways: dict[str, list[OpRecord]], rows: int | None) -> Attribution:
     odd = [record for records in ways.values() for record in records]
+    equal = [way for way, records in ways.items() if len(records) == rows]
+    if len(equal) == 1 and len(ways) > 1:
+        text = f"By the number: {rows} rows are gone, and {rows} {equal[0]} ({names(ways[equal[0]])})."
+        return Attribution(None, _kinds(ways[equal[0]][0], ways), (text,))
     if len({id(record) for record in odd}) == 1:
         text = "By elimination: it is the only request of the plan that did not go the plain way."
         return Attribution(name_of(odd[0]), _kinds(odd[0], ways), (text,))

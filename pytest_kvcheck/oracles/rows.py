@@ -62,7 +62,7 @@ def judge_rows(facts: CaseFacts) -> list[Finding]:
     clean = all(probe.turned_away == probe.sent - probe.peak for probe in after)
     if len(missing) != 1 or not clean or (lost := missing.pop()) <= 0:
         return []
-    why = attribute(facts, "rows", None)
+    why = attribute(facts, "rows", None, lost)
     peaks = ", ".join(str(probe.peak) for probe in after)
     return [
         Finding(
