@@ -1,0 +1,69 @@
+"""Where each planted fault of the reference engine shows: the one table of it.
+
+``kvcheck faults --measure`` and ``tests/test_planted_faults.py`` both run it. A fault without a row is a gap in
+the detector's own tests, and counts as missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pytest_kvcheck.cells import Cell, Features, Model, Retract, Speculative
+from pytest_kvcheck.matrix.loader import load, resolve
+from pytest_kvcheck.workloads import parameter_names
+
+# Small, so that a case takes seconds; a prompt of several chunks and a pool of many pages still fit.
+SMALL = Features(chunked_prefill=128, context_length=2048, pool_tokens=16384, max_running=12)
+V1, V2 = Speculative(version="v1", overlap=False), Speculative(version="v2")
+CELLS: Mapping[str, Features] = {
+    "plain": SMALL,
+    "page-16": replace(SMALL, page_size=16),
+    "retract": replace(SMALL, retract=Retract(3)),
+    "eagle-v1": replace(SMALL, speculative=V1),
+    "eagle-v2": replace(SMALL, speculative=V2),
+    "eagle-v2-page-16-retract": replace(SMALL, speculative=V2, page_size=16, retract=Retract(3)),
+    "swa": SMALL,
+    "swa-retract": replace(SMALL, retract=Retract(3)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A cell of :data:`CELLS`, and a workload that provokes the fault there."""
+
+    cell: str
+    workload: str
+
+
+REACH: Mapping[str, Reach] = {
+    "retract-tail": Reach("retract", "stress-concurrent"),
+    "stale-tail-on-next-turn": Reach("plain", "nth-mid-abort"),
+    "abort-queued-row": Reach("plain", "queued-abort"),
+    "abort-prefill-chunk": Reach("plain", "prefill-abort"),
+    "aborted-turn-kept-as-history": Reach("plain", "nth-mid-abort"),
+    "lock-never-released": Reach("plain", "stress-concurrent"),
+    "double-free": Reach("page-16", "stress-concurrent"),
+    "close-in-flight-leak": Reach("plain", "close-in-flight"),
+    "session-timeout-leak": Reach("plain", "session-timeout"),
+    "cached-tokens-off-by-one": Reach("plain", "kv-inheritance"),
+    "stale-kv-slot": Reach("plain", "kv-inheritance"),
+    "health-lies-when-stuck": Reach("plain", "first-mid-abort"),
+}
+
+
+def cell_of(name: str, *, plant: tuple[str, ...] = (), silent: bool = False) -> Cell:
+    """One of :data:`CELLS` on the reference engine. Raises ``KeyError`` for an unknown name."""
+    features = replace(CELLS[name], strict=not silent)
+    # A matrix that ships knows where the synthetic models are, in a wheel and in a checkout.
+    matrix = resolve("swa" if name.startswith("swa") else "eagle_v2")
+    base = load(matrix, engine="reference", device="cpu", workload_names=parameter_names())[0]
+    return replace(
+        base,
+        name=name,
+        family="faults",
+        features=features,
+        model=base.model if features.speculative else Model(base.model.path),
+        workloads=(),
+        plant=plant,
+    )
