@@ -210,6 +210,36 @@ def test_a_budget_ends_what_hangs_and_what_was_not_sent() -> None:
     assert records["never sent"].reply.message == "not sent: the plan's budget of 1 s was spent"
 
 
+def test_a_stuck_server_costs_one_deadline_and_not_one_an_operation() -> None:
+    plan = builder()
+    plan.generate(5, 4, label="fine")
+    plan.fence()
+    for at in range(3):
+        plan.generate(5, 4, label=f"stuck {at}", deadline=1.0 if at == 0 else 3000.0)
+    plan.fence()
+    plan.generate(5, 4, label="never sent", deadline=3000.0)
+    with FakeServer(lambda body: "ok" if len(server.bodies) < 2 else "hang") as server:
+        records = by_label(Runner(FakeEngine(), server.url).run(plan.operations))
+        assert len(server.bodies) == 4
+    assert records["stuck 0"].reply.message == "no reply, then nothing more within 1 s"
+    assert "the server is stuck: no request showed a token for" in records["stuck 1"].reply.message
+    assert {records[f"stuck {at}"].reply.finish for at in range(3)} == {"timeout"}
+    assert records["never sent"].reply.finish == "timeout"
+    assert records["never sent"].reply.message.startswith("not sent: the server is stuck")
+
+
+def test_one_hanging_request_beside_others_that_go_on_stops_nothing() -> None:
+    plan = builder()
+    plan.generate(5, 4, label="hangs", deadline=1.0)
+    plan.generate(6, 200, label="goes on")
+    plan.fence()
+    plan.generate(7, 4, label="later")
+    with FakeServer(lambda body: "hang" if len(body["input_ids"]) == 5 else "slow") as server:
+        records = by_label(Runner(FakeEngine(), server.url).run(plan.operations))
+    assert records["hangs"].reply.finish == "timeout"
+    assert records["goes on"].reply.finish == records["later"].reply.finish == "length"
+
+
 def test_a_dead_server_ends_the_plan_at_once() -> None:
     plan = builder()
     for _ in range(3):

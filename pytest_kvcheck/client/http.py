@@ -34,13 +34,14 @@ class Flight:
     """One request under way: how many tokens it has shown, and a way to cut it.
 
     ``shown`` is -1 until the server is known to have the request: until its response headers are here, or
-    (not streamed) ``ACKNOWLEDGE_GRACE`` after it was written. ``first_shown`` is when the first token came,
-    by the clock that ``now`` reads.
+    (not streamed) ``ACKNOWLEDGE_GRACE`` after it was written. ``first_shown`` and ``last_shown`` are when
+    tokens came, by the clock that ``now`` reads.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.shown = -1
         self.first_shown: float | None = None
+        self.last_shown: float | None = None
         self.ended = False
         self.cut_as: Finish | None = None
         self.cut_message = ""
@@ -57,8 +58,10 @@ class Flight:
         """The client has seen ``tokens`` output tokens of this request so far."""
         if tokens > self.shown and not self.ended:
             self.shown = tokens
-            if tokens > 0 and self.first_shown is None:
-                self.first_shown = self._now()
+            if tokens > 0:
+                self.last_shown = self._now()
+                if self.first_shown is None:
+                    self.first_shown = self.last_shown
             self._wake()
 
     def end(self) -> None:

@@ -117,6 +117,11 @@ def share(cell: Cell, requests: int) -> int:
     return max(0, min(longest(cell), int(pool * 0.8) // requests - cell.features.page_size))
 
 
+def at_once(cell: Cell, requests: int) -> int:
+    """How many of so many plain requests run at the same time; the others wait."""
+    return min(requests, cell.features.max_running)
+
+
 def rows(cell: Cell, needed: int) -> str | None:
     """The reason why so many requests and sessions cannot be held at once, or None."""
     if needed > cell.features.max_running:

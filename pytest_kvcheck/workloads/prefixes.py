@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_kvcheck.cells import Cell
 from pytest_kvcheck.operations import Plan
-from pytest_kvcheck.workloads.base import Numbers, Workload, WorkloadContext, longest, room, share
+from pytest_kvcheck.workloads.base import Numbers, Workload, WorkloadContext, at_once, longest, room, share
 
 # Requests of one fence: enough to batch, few enough to leave no queue behind.
 TOGETHER = 16
@@ -45,7 +45,7 @@ def _prefix_fanout(context: WorkloadContext) -> Plan:
     plan = context.builder("prefix-fanout")
     fan, new = context.number("fan"), context.number("max_new_tokens")
     wanted = max(128, 2 * context.cell.features.page_size + 3)
-    size = min(wanted, share(context.cell, _at_once(context.cell, fan)) - 8 - new)
+    size = min(wanted, share(context.cell, at_once(context.cell, fan)) - 8 - new)
     for _ in range(context.rounds):
         prefix = plan.ids(size)
         plan.generate(prefix, 2, label="publishes the prefix")
@@ -60,11 +60,6 @@ def _prefix_fanout(context: WorkloadContext) -> Plan:
         plan.generate(prefix + plan.ids(8), 16, logprobs="output", label="after the fan")
         plan.fence()
     return context.plan(plan, "abort_mid_decode")
-
-
-def _at_once(cell: Cell, fan: int) -> int:
-    """How many of the fan run at the same time; the others wait."""
-    return min(fan, cell.features.max_running)
 
 
 def _repeated_prompts(context: WorkloadContext) -> Plan:
@@ -107,7 +102,7 @@ PREFIXES = (
         "Sixteen requests on one prefix, every fourth of them cancelled at a token count of its own.",
         _prefix_fanout,
         {"fan": 16, "rounds": 2, "max_new_tokens": 64},
-        lambda cell, params: room(cell, _at_once(cell, int(params["fan"])), int(params["max_new_tokens"]) + 40),
+        lambda cell, params: room(cell, at_once(cell, int(params["fan"])), int(params["max_new_tokens"]) + 40),
     ),
     Workload(
         "repeated-prompts",

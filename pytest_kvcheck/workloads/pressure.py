@@ -8,6 +8,7 @@ from pytest_kvcheck.workloads.base import (
     Numbers,
     Workload,
     WorkloadContext,
+    at_once,
     features_seen,
     longest,
     room,
@@ -118,7 +119,8 @@ def _cancel_burst(context: WorkloadContext) -> Plan:
     """A burst of requests on one prefix is cancelled token by token, beside canaries that must not notice."""
     plan = context.builder("cancel-burst")
     victims, canaries = context.number("victims"), context.number("canaries")
-    size = min(128, share(context.cell, victims + canaries) - context.number("max_new_tokens") - 8)
+    together = at_once(context.cell, victims + canaries)
+    size = min(128, share(context.cell, together) - context.number("max_new_tokens") - 8)
     answers = [plan.ids(40) for _ in range(canaries)]
     for round_ in range(context.rounds):
         prefix = plan.ids(size)
@@ -176,7 +178,9 @@ PRESSURE = (
         _cancel_burst,
         {"victims": 9, "canaries": 3, "rounds": 3, "max_new_tokens": 96},
         lambda cell, params: room(
-            cell, int(params["victims"]) + int(params["canaries"]), int(params["max_new_tokens"]) + 24
+            cell,
+            at_once(cell, int(params["victims"]) + int(params["canaries"])),
+            int(params["max_new_tokens"]) + 24,
         ),
     ),
 )

@@ -129,19 +129,28 @@ class _Run:
 
     def _supervise(self) -> None:
         """Stop the plan when its budget is spent or its server is dead."""
-        if self._stop is not None:
-            return
         if self._runner.alive is not None and not self._runner.alive():
-            finish: Finish = "error"
-            why = "server died"
+            self._halt("error", "server died")
         elif self._clock.now() >= self._ends:
-            finish, why = "timeout", f"the plan's budget of {self._budget:g} s was spent"
-        else:
+            self._halt("timeout", f"the plan's budget of {self._budget:g} s was spent")
+
+    def _halt(self, finish: Finish, why: str) -> None:
+        """End everything that is under way, and send nothing more; what is left is recorded with the reason."""
+        if self._stop is not None:
             return
         self._stop = (finish, why)
         self._stopped.set()
         for flight in self._flights.values():
             flight.cut(finish, why)
+
+    def _check_stuck(self, record: OpRecord) -> None:
+        """Stop when no request at all showed a token in the whole time that one had: each of the others would
+        only wait for its deadline as well.
+        """
+        took = record.ended - record.started
+        shown = (flight.last_shown for flight in self._flights.values() if flight.last_shown is not None)
+        if record.op.generates and took >= record.op.deadline and max(shown, default=0.0) <= record.started:
+            self._halt("timeout", f"the server is stuck: no request showed a token for {took:.0f} s")
 
     def _start(self, number: int) -> None:
         task = asyncio.create_task(self._operate(self._operations[number]), name=f"kvcheck-op-{number}")
@@ -177,6 +186,8 @@ class _Run:
             self._done.set()
         if self._cancelled:
             return
+        if record.reply.finish == "timeout":
+            self._check_stuck(record)
         for dependent in self._dependents[record.op.id]:
             self._missing[dependent] -= 1
             if not self._missing[dependent]:
