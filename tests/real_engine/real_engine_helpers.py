@@ -43,11 +43,11 @@ def run_sglang(
     family: str = "llama",
     model: Mapping[str, str] | None = None,
 ) -> Run:
-    """Run one cell's workloads. JSON is YAML, so the matrix is written as JSON."""
+    """Run one cell's workloads. JSON is YAML, so each part of the matrix is written as JSON."""
     models = REPOSITORY / "fixtures" / "models"
     named = model or {"path": "tiny-llama"}
     matrix = {
-        "kvcheck": 1,
+        "kvcheck": 1,  # must come first: that is how a matrix is told from any other file
         "family": family,
         "engine": "sglang",
         "model": {key: str(models / name) for key, name in named.items()},
@@ -55,7 +55,8 @@ def run_sglang(
         "cells": {"cell": {**features, "env": dict(env or {})}},
         "workloads": list(workloads),
     }
-    (folder / "matrix.yaml").write_text(json.dumps(matrix, indent=1))
+    lines = [f"{key}: {json.dumps(part)}" for key, part in matrix.items()]
+    (folder / "matrix.yaml").write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "pytest", "-p", "kvcheck", "matrix.yaml", "-p", "no:cacheprovider"]
     options = {
         "python": os.environ["KVCHECK_SGLANG_PYTHON"],
