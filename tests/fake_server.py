@@ -24,6 +24,7 @@ class FakeServer:
 
     def __init__(self, behave: Callable[[Json], str] = lambda body: "ok") -> None:
         self.behave = behave
+        self.context = 1 << 30
         self.bodies: list[Json] = []
         self.calls: list[tuple[str, Json]] = []
         self.sessions: dict[str, list[int]] = {}
@@ -120,6 +121,8 @@ class FakeServer:
             return web.Response(text="<html>proxy</html>", content_type="text/html")
         history = self.sessions.get(session, []) if session else []
         prompt = history + body["input_ids"]
+        if len(prompt) >= self.context:
+            return web.json_response({"error": {"message": "too long"}}, status=400)
         events = self._events(body, prompt, how)
         if not body["stream"]:
             last: Json = {}
