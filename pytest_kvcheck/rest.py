@@ -86,7 +86,7 @@ def settle(bed: Bed, run: Run, baseline: GaugeSample | None) -> Settled:
         nudge = bed.operation(
             kind="generate",
             input_ids=(5, 7, 11, 13),
-            max_new_tokens=1,
+            max_new_tokens=bed.rules.refresh_tokens,
             deadline=NUDGE_DEADLINE,
             label="nudge",
         )
