@@ -47,7 +47,9 @@ def test_the_llama_matrix_has_the_promised_cells() -> None:
         4096,
         32,
     )
-    assert {ref.name for cell in cells for ref in cell.workloads} == KIT
+    for cell in cells[:-1]:
+        assert {ref.name for ref in cell.workloads} >= KIT - {"abort-leak-repro"}
+    assert [ref.name for ref in cells[-1].workloads] == ["abort-leak-repro"]
 
 
 def test_what_ships() -> None:
