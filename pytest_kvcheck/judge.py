@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from pytest_kvcheck.cells import Case, Cell
@@ -31,7 +32,7 @@ from pytest_kvcheck.oracles.logprobs import measure
 from pytest_kvcheck.report.results import CaseResult, KnownRef, write_result
 from pytest_kvcheck.rest import Bed, clean
 from pytest_kvcheck.settings import Settings
-from pytest_kvcheck.trace import Clock, TraceHeader, TraceWriter
+from pytest_kvcheck.trace import VERDICT, Clock, Note, TraceHeader, TraceWriter
 from pytest_kvcheck.workloads import make_plan, why_not
 
 # Seconds that one request of a plan takes, about: --kvcheck-budget turns them into rounds. A guess is enough,
@@ -92,41 +93,48 @@ class Bench:
 
     # --- one case --------------------------------------------------------------------------------
     def _run(self, case: Case, result: CaseResult, folder: Path, last: bool) -> CaseResult:
-        cell = case.cell
         reason = self._why_not(case)
         if reason is not None:
             return replace(result, outcome="skipped", reason=reason)
-        bed = self.bed_for(cell, result.id)
-        seed = result.seed
-        plan = self._plan(case, bed, seed)
+        bed = self.bed_for(case.cell, result.id)
+        plan = self._plan(case, bed, result.seed)
+        argv = list(bed.server.argv)
+        facts, findings = self.examine(case, plan, folder, last=last)
+        return self._result(result, facts, findings, folder, argv)
+
+    def examine(
+        self,
+        case: Case,
+        plan: Plan,
+        folder: Path,
+        *,
+        last: bool = False,
+        focus: frozenset[str] | None = None,
+    ) -> tuple[CaseFacts, list[Finding]]:
+        """Run any plan on the server of the case's cell and judge it; its trace and gauges go to ``folder``.
+
+        ``focus`` names the oracles that matter (None: all): what only others need is left out, and a server
+        that a flush has mended is kept. Raises ``LaunchError``.
+        """
+        cell = case.cell
+        bed = self.bed_for(cell, case.name)
         folder.mkdir(parents=True, exist_ok=True)
         gauges = folder / "gauges.jsonl"
         gauges.unlink(missing_ok=True)
-        engine = bed.server.engine
-        header = TraceHeader(
-            family=cell.family,
-            cell=cell.name,
-            workload=case.workload.name,
-            seed=seed,
-            engine=engine.name,
-            engine_version=engine.version,
-            started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            argv=list(bed.server.argv),
-            model=cell.model.path,
-            params=dict(plan.params),
-            must_exercise=list(plan.must_exercise),
-        )
+        header = trace_header(bed, case, plan)
         self.progress(f"{cell.name}::{case.workload.name}: {len(plan.operations)} operations")
         with TraceWriter(folder / "trace.jsonl", header) as trace:
-            facts = Examination(bed, case, plan, trace, seed).run(gauges)
+            facts = Examination(bed, case, plan, trace, plan.seed, focus).run(gauges)
             dirty = facts.idle is None or not clean(facts.idle) or not facts.server.alive
             if last and not bed.server.attached:
                 facts.server = self._stop() or facts.server
             findings = judge(facts)
+            trace.write(verdict(findings, bed.clock.now()))
         outcome = gravest(findings)
-        if outcome not in ("passed", "unexercised") or (dirty and not bed.server.attached):
+        mended = focus is not None and outcome in ("passed", "unexercised", "leak", "mismatch") and _mended(bed)
+        if not mended and (outcome not in ("passed", "unexercised") or (dirty and not bed.server.attached)):
             self._stop()  # the next case must not inherit what this one left
-        return self._result(result, facts, findings, folder, header.argv)
+        return facts, findings
 
     def _result(
         self, result: CaseResult, facts: CaseFacts, findings: list[Finding], folder: Path, argv: list[str]
@@ -269,6 +277,38 @@ def again(settings: Settings, case: Case, case_id: str) -> str:
     for fault in case.cell.plant:
         words += ["--kvcheck-plant", fault]
     return shlex.join([*words, *(["--kvcheck-silent"] if settings.silent else [])])
+
+
+def trace_header(bed: Bed, case: Case, plan: Plan) -> TraceHeader:
+    """The first line of a case's trace: all that it takes to run the plan again, the cell included."""
+    engine, cell = bed.server.engine, case.cell
+    return TraceHeader(
+        family=cell.family,
+        cell=cell.name,
+        workload=case.workload.name,
+        seed=plan.seed,
+        engine=engine.name,
+        engine_version=engine.version,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        argv=list(bed.server.argv),
+        model=cell.model.path,
+        params=dict(plan.params),
+        must_exercise=list(plan.must_exercise),
+        cell_spec=msgspec.to_builtins(cell),
+    )
+
+
+def verdict(findings: list[Finding], t: float) -> Note:
+    """The last line of a case's trace: what was found, so that a replay can tell fixed from failing."""
+    return Note(t=t, what=VERDICT, data={"findings": msgspec.to_builtins(findings)})
+
+
+def _mended(bed: Bed) -> bool:
+    """Whether a flush has brought everything back on a server of ours without checks of its own."""
+    server = bed.server
+    if server.attached or bed.cell.features.strict or not server.alive():
+        return False
+    return clean(server.engine.sample(server.control, bed.clock.now()))
 
 
 def _slug(case_id: str) -> str:

@@ -60,10 +60,11 @@ class Bed:
         return Operation(id=DRAIN_IDS + self.drains, **fields)  # type: ignore[arg-type]
 
 
-def settle(bed: Bed, run: Run, baseline: GaugeSample | None) -> Settled:
+def settle(bed: Bed, run: Run, baseline: GaugeSample | None, hold: float = HOLD) -> Settled:
     """Wait, bounded, until nothing runs and the account is back at ``baseline``; then read it in full.
 
     ``run`` runs operations on this server. ``baseline`` None: a server on which nothing should be held.
+    ``hold`` in seconds: how long a reading that is not clean must stay the same to count.
     """
     server, engine = bed.server, bed.server.engine
     started = time.monotonic()
@@ -78,7 +79,7 @@ def settle(bed: Bed, run: Run, baseline: GaugeSample | None) -> Settled:
         now = time.monotonic()
         if quiet and _home(sample, baseline):
             break
-        if now - started > IDLE_BOUND or (quiet and now - steady_since > HOLD):
+        if now - started > IDLE_BOUND or (quiet and now - steady_since > hold):
             break
         time.sleep(0.1)
     if quiet and bed.rules.stale_when_idle:

@@ -19,6 +19,8 @@ import msgspec
 from pytest_kvcheck.operations import Operation
 
 SCHEMA = 1
+# The note at the end of a case's trace that holds its findings.
+VERDICT = "verdict"
 
 # Which part of a case an operation belongs to. Only "workload" is replayed and shrunk.
 Phase = Literal["workload", "drain", "probe", "control", "replay"]
@@ -142,6 +144,8 @@ class TraceHeader(msgspec.Struct, kw_only=True, omit_defaults=True, tag="header"
     model: str = ""
     params: dict[str, int | float | str | bool] = {}
     must_exercise: list[str] = []
+    # The whole cell as plain data (cells.Cell).
+    cell_spec: dict[str, Any] = {}
 
 
 class Note(msgspec.Struct, kw_only=True, omit_defaults=True, tag="note", tag_field="record"):
