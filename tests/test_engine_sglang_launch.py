@@ -162,6 +162,7 @@ V1, V2 = Speculative(version="v1", overlap=False), Speculative()
         ({}, "cuda", "0.5.10", "counts lent session slots twice"),
         ({"speculative": V1}, "cuda", "0.5.14", "V1 was removed"),
         ({"speculative": V2}, "cpu", "0.5.23", "cannot overlap"),
+        ({"mixed_chunk": True, "speculative": V2}, "cuda", "0.5.15", "turns mixed chunk off"),
         ({"tp": 2}, "cpu", "0.5.23", "one rank"),
         ({}, "cpu", "0.5.12.post1", "made for SGLang 0.5.23"),
         ({"page_size": 256, "chunked_prefill": 128}, "cuda", "", "multiple of page_size"),

@@ -16,6 +16,7 @@ Release = tuple[int, int, int]
 
 STREAMING_SESSIONS: Release = (0, 5, 10)
 V1_GONE: Release = (0, 5, 14)
+MIXED_CHUNK_WITH_SPECULATION: Release = (0, 5, 16)  # 0.5.15 turns it off with a warning, 0.5.23 has it
 SOUND_BUSY_CHECK: Release = (0, 5, 11)
 POOL_GAUGES: Release = (0, 5, 11)
 SWA_GAUGES: Release = (0, 5, 12)
@@ -63,7 +64,7 @@ def unsupported(cell: Cell, device: DeviceName, version: str) -> str | None:
         return f"the busy check of SGLang {version} counts lent session slots twice; set strict: false"
     if spec and spec.version == "v1" and have >= V1_GONE:
         return f"speculation V1 was removed from SGLang in 0.5.14, found {version}"
-    if want.mixed_chunk and spec and have < V1_GONE:
+    if want.mixed_chunk and spec and have < MIXED_CHUNK_WITH_SPECULATION:
         return f"SGLang {version} turns mixed chunk off under speculation"
     return None
 
