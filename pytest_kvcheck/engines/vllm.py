@@ -7,6 +7,7 @@ Its streaming input sessions, which keep their KV between turns, have no HTTP ro
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -33,6 +34,9 @@ WARM_UP = {
     "ignore_eos": True,
     "return_token_ids": True,
 }
+
+# Seconds between forced preemptions: each also empties the prefix cache, which must have time to be of use.
+PROVOKE_EVERY = 0.5
 
 LOG_RULES = (
     LogRule("engine-core-died", re.compile(r"EngineCore encountered a fatal error"), "fatal"),
@@ -62,6 +66,7 @@ class VllmEngine(Engine):
         self._block: int | None = None
         self._groups = KvGroups()
         self._running = 0
+        self._provoked = 0.0
         self._sessions = False
 
     # --- start -----------------------------------------------------------------------------------
@@ -160,7 +165,10 @@ class VllmEngine(Engine):
 
     def provoke(self, control: Control, cell: Cell) -> None:
         """Preempts all that runs, where the cell retracts: a small pool alone preempts only long requests."""
-        if cell.features.retract is not None and self._running >= 2 and not self._sessions:
+        now = time.monotonic()
+        wanted = cell.features.retract is not None and self._running >= 2 and not self._sessions
+        if wanted and now - self._provoked >= PROVOKE_EVERY:
+            self._provoked = now
             control.post(f"{vllm_gauges.RESET_PATH}?reset_running_requests=true")
 
     def sample(self, control: Control, t: float) -> GaugeSample:

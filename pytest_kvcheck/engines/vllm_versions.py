@@ -87,6 +87,10 @@ def lacks(cell: Cell, version: str, sessions: bool = False) -> dict[str, str]:
     if sessions:
         # Of a session vLLM counts the first turn only, so log-probs alone tell whether its history is right.
         out["cached_turn"] = "vLLM reports no cached tokens for a turn that follows on a streaming session's KV"
+    elif cell.features.retract is not None:
+        out["cached_turn"] = (
+            "each forced preemption empties vLLM's prefix cache, so a turn may find nothing in it"
+        )
     have = release(version)
     if have is not None and have < RESET_VERDICT:
         out["reset_verdict"] = (

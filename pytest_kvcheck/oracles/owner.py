@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_kvcheck.ledger import sessions
 from pytest_kvcheck.observe.logs import LogEvent, of_meaning
@@ -58,7 +58,19 @@ def attribute(facts: CaseFacts, pool: str, tokens: int | None, rows: int | None 
         found = attempt(facts, pool, tokens, ways)
         if found is not None:
             return found
-    return _by_elimination(ways, rows)
+    return _with_preemptions(facts, ways, _by_elimination(ways, rows))
+
+
+def _with_preemptions(facts: CaseFacts, ways: dict[str, list[OpRecord]], found: Attribution) -> Attribution:
+    """Adds what an engine says that counts preemptions but does not tell whose (vLLM)."""
+    samples = [s for s in (facts.baseline, *facts.samples, facts.idle) if s is not None]
+    totals = [s.retracted_total for s in samples if s.retracted_total is not None]
+    count = max(totals, default=0) - min(totals, default=0)
+    if not count or "retracted" in ways:
+        return found
+    kinds = (*found.kinds, "K05") if ways else ("K05", *found.kinds)
+    text = f"The engine counted {count} preemptions meanwhile; it does not say of which requests."
+    return replace(found, kinds=tuple(dict.fromkeys(kinds)), evidence=(*found.evidence, text))
 
 
 def _kinds(record: OpRecord | None, ways: dict[str, list[OpRecord]]) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ class Session:
                 yield chunk
 
         try:
-            async for output in self.engine.generate(chunks(), sampling(1, None), self.engine_id):
+            async for output in self.engine.generate(chunks(), sampling(1), self.engine_id):
                 self.outputs.put_nowait(output)
             self.outputs.put_nowait(None)
         except asyncio.CancelledError:
@@ -76,7 +76,7 @@ class Session:
         prompt, sent = body["prompt"], []
         finished = None
         try:
-            self.feed(prompt, sampling(body["max_tokens"], body.get("logprobs")))
+            self.feed(prompt, sampling(body["max_tokens"]))
             outputs = self.outputs
             while finished is None:
                 output = await outputs.get()
@@ -90,7 +90,8 @@ class Session:
                 part = output.outputs[0]
                 sent += part.token_ids
                 finished = part.finish_reason
-                yield event({"choices": [choice(part.token_ids, part.logprobs, finished)]})
+                logprobs = part.logprobs if body.get("logprobs") is not None else None
+                yield event({"choices": [choice(part.token_ids, logprobs, finished)]})
             if finished != "abort":
                 self.history += [*prompt, *sent]
             yield event({"choices": [], "usage": {"prompt_tokens": None, "completion_tokens": len(sent)}})
@@ -104,12 +105,13 @@ class Session:
             self.turn = None
 
 
-def sampling(tokens, logprobs):
+def sampling(tokens):
+    # Log-probs in every turn: vLLM keeps one collector for the whole session, made as its first turn wanted.
     return SamplingParams(
         max_tokens=tokens,
         temperature=0.0,
         ignore_eos=True,
-        logprobs=logprobs,
+        logprobs=0,
         output_kind=RequestOutputKind.DELTA,
         detokenize=False,
     )
