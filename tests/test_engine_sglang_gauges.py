@@ -165,11 +165,16 @@ def test_the_adapter_tells_a_window_pool_by_the_servers_own_word() -> None:
     info = {"version": "0.5.23", "internal_states": [{"memory_usage": {"token_capacity_swa": 1638}}]}
     assert engine.identify(FakeControl({"/server_info": info})) == info
     assert engine.swa
-    old = {"version": "0.5.12.post1", "internal_states": [{"memory_usage": {"token_capacity": 9}}]}
-    for value, swa in ((0.0, False), (32768.0, True)):
-        text = f'sglang:swa_available_tokens{{tp_rank="0"}} {value}\n'
-        engine.identify(FakeControl({"/server_info": old, "/metrics": text}))
-        assert engine.swa is swa
+
+
+def test_an_old_release_shows_its_window_pool_with_the_first_batch() -> None:
+    info = {"version": "0.5.12.post1", "internal_states": [{"memory_usage": {"token_capacity": 9}}]}
+    for value, pools in ((0, ["full"]), (2048, ["full", "swa"])):
+        engine = SglangEngine()
+        answers = {"/server_info": info, "/v1/loads": loads(), "/metrics": metrics(swa_available_tokens=value)}
+        control = FakeControl(answers)
+        engine.identify(control)
+        assert [gauge.pool for gauge in engine.account(control, 0.0, []).pools] == pools
 
 
 @pytest.mark.parametrize("name", ["sglang", "reference"])

@@ -37,6 +37,7 @@ class SglangEngine(Engine):
         self.swa = False
         self.incremental = False
         self._sessions = True
+        self._tells_swa = True
 
     # --- start -----------------------------------------------------------------------------------
     def unsupported(self, cell: Cell, device: DeviceName, version: str) -> str | None:
@@ -149,11 +150,9 @@ class SglangEngine(Engine):
         self.version = str(info.get("version") or "")
         self.incremental = info.get("incremental_streaming_output") is True
         self._sessions = info.get("enable_streaming_session") is True
-        self.swa = bool(_memory(info).get("token_capacity_swa"))
-        if "token_capacity_swa" not in _memory(info):  # before 0.5.23
-            answer = control.get("/metrics")
-            names = {"swa_available_tokens", "swa_evictable_tokens", "swa_used_tokens"}
-            self.swa = any(sglang_gauges.parse_metrics(answer.text, names).values())
+        memory = _memory(info)
+        self.swa = bool(memory.get("token_capacity_swa"))
+        self._tells_swa = "token_capacity_swa" in memory
         return info
 
     def misfits(self, cell: Cell, info: Mapping[str, Any]) -> list[str]:
@@ -261,6 +260,10 @@ class SglangEngine(Engine):
         return sglang_gauges.read_loads(control, t, self.swa)
 
     def account(self, control: Control, t: float, recent: Sequence[LogEvent]) -> GaugeSample:
+        if not self._tells_swa and not self.swa:
+            # Before 0.5.23 only the gauges show a window pool, and those only after the first batch.
+            answer = control.get("/metrics")
+            self.swa = any(sglang_gauges.parse_metrics(answer.text, SWA_GAUGES).values())
         golden = sglang_versions.golden_gauges(self.version, swa=self.swa, sessions=self._sessions)
         return sglang_gauges.read_account(control, t, recent, golden, self.swa)
 
@@ -280,6 +283,7 @@ CPU_ENV = {
     # Threads of several servers on few cores cost more than they give, and one thread adds up in one order.
     "OMP_NUM_THREADS": "1",
 }
+SWA_GAUGES = {"swa_available_tokens", "swa_evictable_tokens", "swa_used_tokens"}
 # Names of Rules.has: fields of gauge samples, and the engine's own checks.
 GAUGES_AND_CHECKS = (
     "used",

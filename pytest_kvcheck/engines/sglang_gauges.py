@@ -133,7 +133,11 @@ def _swa_pool(metrics: Mapping[str, int], idle: bool, recent: Sequence[LogEvent]
     used, total = metrics.get("swa_used_tokens"), metrics.get("max_total_num_tokens_swa")
     if total is None and available is not None and evictable is not None and used is not None:
         total = available + evictable + used  # before 0.5.23 no metric names it
-    gauge = PoolGauge(pool="swa", total=total, used=used, available=available, evictable=evictable)
+    # No gauge tells how much of this pool sessions hold; where they hold nothing at all, it is nothing here.
+    held = 0 if metrics.get("streaming_session_held_tokens") == 0 else None
+    gauge = PoolGauge(
+        pool="swa", total=total, used=used, available=available, evictable=evictable, session_held=held
+    )
     return _with_split(gauge, idle, recent)
 
 
