@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from pytest_kvcheck.reference.batch import Request, Sampling
 from pytest_kvcheck.reference.engine import Engine, Options, build
@@ -44,8 +44,12 @@ def write_model(folder: Path, **extra: Any) -> Path:
     weights = {
         "model.embed_tokens.weight": noise(VOCAB, HIDDEN) * 2,
         "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": noise(VOCAB, HIDDEN),
+        "lm_head.weight": torch.zeros(VOCAB, HIDDEN),
     }
+    # Token t is mostly followed by t + 1, so that a draft that sees the embedding guesses well.
+    weights["lm_head.weight"] = (
+        weights["model.embed_tokens.weight"].roll(1, 0) * 0.3 + noise(VOCAB, HIDDEN) * 0.3
+    )
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}."
         weights |= {
@@ -59,9 +63,30 @@ def write_model(folder: Path, **extra: Any) -> Path:
             name + "input_layernorm.weight": torch.ones(HIDDEN),
             name + "post_attention_layernorm.weight": torch.ones(HIDDEN),
         }
+    return _save(folder, config, weights)
+
+
+def write_swa_model(folder: Path, window: int = 24) -> Path:
+    """The same with sliding layers below a full one."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    return write_model(folder, num_hidden_layers=3, layer_types=kinds, sliding_window=window)
+
+
+def write_draft(folder: Path, target: Path) -> Path:
+    """An EAGLE draft that guesses right some of the time: the target's first layer over the embedding."""
+    weights = load_file(target / "model.safetensors")
+    first = "model.layers.0."
+    draft = {name.removeprefix("model."): w for name, w in weights.items() if name.startswith(first)}
+    del draft["layers.0.input_layernorm.weight"]
+    draft["fc.weight"] = torch.cat((torch.eye(HIDDEN), 0.1 * torch.eye(HIDDEN)), 1)
+    config = json.loads((target / "config.json").read_text())
+    return _save(folder, {**config, "num_hidden_layers": 1, "layer_types": None}, draft)
+
+
+def _save(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
+    save_file({name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors")
     return folder
 
 
@@ -109,8 +134,8 @@ class Client:
     @property
     def used(self) -> int:
         """Tokens that are neither free nor evictable."""
-        account = self.scheduler.check.account()
-        return account.total - account.available - account.evictable
+        accounts = self.scheduler.check.accounts().values()
+        return sum(account.total - account.available - account.evictable for account in accounts)
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:

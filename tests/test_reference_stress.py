@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference_helpers import Client, tokens, worst_difference, write_model
+from reference_helpers import (
+    Client,
+    tokens,
+    worst_difference,
+    write_draft,
+    write_model,
+    write_swa_model,
+)
 
 from pytest_kvcheck.reference.batch import Request
-from pytest_kvcheck.reference.engine import Options
+from pytest_kvcheck.reference.engine import Options, Speculation
 from pytest_kvcheck.reference.scheduler import Rejected
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -27,11 +34,35 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "tiny-pool-mixed": {"pool": 480, "chunk": 32, "mixed_chunk": True, "context": 256, "overlap": False},
     "no-prefix-cache": {"prefix_cache": False, "page_size": 4, "retract_interval": 4},
 }
+SPECULATION: dict[str, dict[str, Any]] = {
+    "v1": {"v2": False},
+    "v1-page-16-retract": {"v2": False, "page_size": 16, "retract_interval": 3},
+    "v1-tiny-pool": {"v2": False, "pool": 420, "chunk": 32, "context": 256},
+    "v2": {},
+    "v2-page-16-retract": {"page_size": 16, "retract_interval": 3},
+    "v2-page-256": {"page_size": 256, "chunk": 512, "pool": 256 * 40},
+    "v2-no-overlap-retract": {"overlap": False, "retract_interval": 3},
+    "v2-mixed": {"mixed_chunk": True, "chunk": 32, "retract_interval": 4},
+    "v2-tiny-pool": {"pool": 460, "chunk": 32, "context": 256},
+}
+SLIDING: dict[str, dict[str, Any]] = {
+    "swa": {},
+    "swa-page-16": {"page_size": 16},
+    "swa-page-32": {"page_size": 32, "retract_interval": 3},
+    "swa-page-256": {"page_size": 256, "chunk": 512, "pool": 256 * 50},
+    "swa-retract": {"retract_interval": 3},
+    "swa-mixed-retract": {"mixed_chunk": True, "retract_interval": 3, "chunk": 32},
+    "swa-tiny-pool": {"pool": 420, "chunk": 32, "context": 256},
+    "swa-small-window-pool": {"pool": 2000, "swa_ratio": 0.25, "chunk": 32, "page_size": 4},
+}
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_draft(folder / "draft", write_model(folder / "full"))
+    write_draft(folder / "swa-draft", write_swa_model(folder / "swa"))
+    return folder
 
 
 class Traffic:
@@ -94,19 +125,12 @@ class Traffic:
             assert worst_difference(model, request.prompt, request) < 1e-4
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_nothing_leaks_and_logprobs_hold(name: str, seed: int, model_folder: Path) -> None:
-    options = {"chunk": 64, "context": 512, "pool": 4096, "max_running": 8, **CONFIGURATIONS[name]}
-    client = Client(Options(model_folder, streaming_sessions=True, **options))
+def run(options: Options, seed: int) -> Client:
+    """Random traffic to its end; everything must come back."""
+    client = Client(options)
     traffic = Traffic(client, seed)
-    for _ in range(120):
+    for _ in range(100):
         traffic.act()
-    if client.engine.options.pool < 1000:
-        # Idle sessions may hold what the queue waits for; a client would close them.
-        for session in list(traffic.sessions):
-            client.scheduler.close_session(session)
-            del traffic.sessions[session]
     client.drain()
     traffic.settle()
     for session in traffic.sessions:
@@ -114,7 +138,35 @@ def test_nothing_leaks_and_logprobs_hold(name: str, seed: int, model_folder: Pat
     client.drain()
     assert client.used == 0
     assert len(client.scheduler.cache.memory.rows.free) == 8
-    assert traffic.compared > 30
+    assert traffic.compared > 25
     assert not client.scheduler.sessions.by_id
     expected = ("already has an active", "exceeds the maximum")
     assert all(any(text in message for text in expected) for message in traffic.refused)
+    return client
+
+
+def options_for(folder: Path, changes: dict[str, Any]) -> Options:
+    settings = {"chunk": 64, "context": 512, "pool": 4096, "max_running": 8, **changes}
+    return Options(folder, streaming_sessions=True, **settings)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_nothing_leaks_and_logprobs_hold(name: str, models: Path) -> None:
+    run(options_for(models / "full", CONFIGURATIONS[name]), 1)
+
+
+@pytest.mark.parametrize("name", SPECULATION)
+def test_speculation_leaks_nothing_and_logprobs_hold(name: str, models: Path) -> None:
+    changes = dict(SPECULATION[name])
+    speculation = Speculation(models / "draft", 3, changes.pop("v2", True))
+    run(options_for(models / "full", {**changes, "speculation": speculation}), 2)
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_sliding_window_leaks_nothing_and_logprobs_hold(name: str, models: Path) -> None:
+    run(options_for(models / "swa", SLIDING[name]), 3)
+
+
+def test_speculation_over_a_sliding_window(models: Path) -> None:
+    speculation = Speculation(models / "swa-draft", 3)
+    run(options_for(models / "swa", {"speculation": speculation, "retract_interval": 3, "page_size": 4}), 1)

@@ -13,9 +13,13 @@ import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .faults import TABLE, Faults
+
+if TYPE_CHECKING:
+    from .engine import Speculation
+    from .server import Server
 
 VERSION = "reference-" + metadata.version("pytest-kvcheck")
 
@@ -39,6 +43,14 @@ def parser() -> argparse.ArgumentParser:
     add("--enable-streaming-session", action="store_true")
     add("--disable-radix-cache", action="store_true")
     add("--disable-overlap-schedule", action="store_true")
+    add("--speculative-algorithm", choices=("EAGLE",), default=None)
+    add("--speculative-draft-model-path", type=Path, default=None)
+    add("--speculative-num-steps", type=_positive, default=3)
+    add("--speculative-eagle-topk", type=_positive, default=1)
+    add("--speculative-num-draft-tokens", type=_positive, default=None)
+    add(
+        "--swa-full-tokens-ratio", type=float, default=0.8, help="the sliding layers' pool against the full one"
+    )
     add("--enable-metrics", action="store_true")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add("--random-seed", type=int, default=0)
@@ -72,6 +84,23 @@ def retract_interval(given: int | None) -> int:
     return 0
 
 
+def speculation(args: argparse.Namespace, make: type[Speculation]) -> Speculation | None:
+    """From SGLang's flags; its environment variable says which version (V2 unless it is 0)."""
+    if args.speculative_algorithm is None:
+        return None
+    if args.speculative_draft_model_path is None:
+        _refuse("--speculative-draft-model-path: expected a draft's folder beside --speculative-algorithm")
+    topk, steps = args.speculative_eagle_topk, args.speculative_num_steps
+    tokens = args.speculative_num_draft_tokens or steps + 1
+    if topk != 1 or tokens != steps + 1:
+        _refuse(
+            "--speculative-eagle-topk, --speculative-num-draft-tokens: expected a chain, 1 and "
+            f"--speculative-num-steps + 1 = {steps + 1}; found {topk} and {tokens}"
+        )
+    v2 = os.environ.get("SGLANG_ENABLE_SPEC_V2", "1").lower() not in ("0", "false", "no", "off")
+    return make(args.speculative_draft_model_path, steps, v2)
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.list_faults:
@@ -90,14 +119,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         import torch
 
-        from .engine import OptionError, Options
+        from .engine import OptionError, Options, Speculation
         from .model import ModelError
         from .server import Server
     except ImportError as error:
         _refuse(f"the reference engine needs {error.name}: pip install 'pytest-kvcheck[reference]'")
     torch.set_num_threads(1)
     arguments = {name: value for name, value in vars(args).items() if name not in ("list_faults",)}
-    arguments["model_path"] = str(args.model_path)
+    for name in ("model_path", "speculative_draft_model_path"):
+        arguments[name] = arguments[name] and str(arguments[name])
     options = Options(
         model=args.model_path,
         page_size=args.page_size,
@@ -110,6 +140,8 @@ def main(argv: list[str] | None = None) -> int:
         prefix_cache=not args.disable_radix_cache,
         overlap=not args.disable_overlap_schedule,
         retract_interval=retract_interval(args.retract_interval),
+        speculation=speculation(args, Speculation),
+        swa_ratio=args.swa_full_tokens_ratio,
         dtype=args.dtype,
         device=args.device,
         silent=args.silent,
@@ -126,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-async def _serve(server, host: str, port: int) -> None:  # type: ignore[no-untyped-def]
+async def _serve(server: Server, host: str, port: int) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):

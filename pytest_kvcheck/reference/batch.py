@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .model import Inputs, Segment
-from .pools import Holding, Ints
+from .pools import Holding, Ints, Memory
 from .sessions import Session
 
 State = Literal["waiting", "prefill", "running", "done"]
@@ -35,8 +35,10 @@ class Sampling:
 class Request:
     """One request. ``prompt`` is all it attends to, a session's history included.
 
-    ``input_start``: first prompt position whose log-prob is wanted (-1: none). ``epoch`` counts retractions
-    and the end, so that a result that was under way then is known to be stale.
+    ``input_start``: first prompt position whose log-prob is wanted (-1: none). ``epoch`` counts retractions and
+    the end, so that a result that was under way then is known to be stale. ``inherited``: tokens whose KV it
+    found; ``filled``: tokens of ``ids`` that were given to the model. ``accepted`` counts the verify rounds of
+    speculation by how many draft tokens they accepted.
     """
 
     rid: str
@@ -46,6 +48,7 @@ class Request:
     input_start: int = -1
     tops: int = 0
     session: Session | None = None
+    refused: str | None = None  # why the engine must not run it
     state: State = "waiting"
     epoch: int = 0
     holding: Holding | None = None
@@ -58,17 +61,43 @@ class Request:
     output_tops: list[Tops] = field(default_factory=list)
     input_logprobs: list[float] = field(default_factory=list)
     input_tops: list[Tops] = field(default_factory=list)
+    accepted: dict[int, int] = field(default_factory=dict)
     finish: dict[str, Any] | None = None
-    refused: str | None = None  # why the engine must not run it
 
     def __post_init__(self) -> None:
         self.ids: Ints = np.array(self.prompt, dtype=np.int64)
+
+    @property
+    def known(self) -> int:
+        """Tokens whose KV the results read so far account for: all but the last one sampled."""
+        return len(self.prompt) + max(0, len(self.output) - 1)
 
     def refill(self) -> None:
         """Take up what was generated so far: after a retraction it must be computed again."""
         self.ids = np.array(self.prompt + self.output, dtype=np.int64)
 
-    def take_inputs(self, entry: Entry, logprobs: list[float], tops: list[Tops] | None) -> None:
+    def ended(self) -> dict[str, Any] | None:
+        """SGLang's finish reason once the output is complete."""
+        if self.output and self.output[-1] in self.sampling.stop:
+            return {"type": "stop", "matched": self.output[-1]}
+        if len(self.output) >= self.sampling.max_new:
+            return {"type": "length", "length": len(self.output)}
+        return None
+
+    def take_output(self, tokens: list[int], logprobs: list[float], tops: list[Tops]) -> None:
+        """Append sampled tokens up to the one that completes the output."""
+        if self.sampling.max_new == 0:
+            return
+        for index, token in enumerate(tokens):
+            self.output.append(token)
+            if self.logprobs:
+                self.output_logprobs.append(logprobs[index])
+                if tops:
+                    self.output_tops.append(tops[index][: self.tops])
+            if self.ended():
+                return
+
+    def take_inputs(self, entry: Entry, logprobs: list[float], tops: list[Tops]) -> None:
         """Log-probs of the prompt's tokens behind those of a chunk, unless they are known already."""
         rows = entry.rows[:-1] if entry.final else entry.rows
         first = entry.end - len(rows) + (not entry.final)
@@ -76,7 +105,7 @@ class Request:
             return
         for row in rows[: max(0, len(self.prompt) - first)]:
             self.input_logprobs.append(logprobs[row])
-            if tops is not None:
+            if tops:
                 self.input_tops.append(tops[row][: self.tops])
 
 
@@ -84,11 +113,13 @@ class Request:
 class Entry:
     """One request's part of a batch: tokens ``[start, end)`` of its history.
 
-    ``final``: a token is sampled behind it. ``rows`` are its rows among the wanted logits, of which the last
-    is the sampled token's if ``final``.
+    ``final``: a token is sampled behind it. ``rows`` are its rows among the wanted logits; the last ``width``
+    of them (1, or one for each verified token) are sampled. ``sampled`` is its row among the sampled tokens
+    and ``count`` how many of those became output.
     """
 
     request: Request
+    holding: Holding
     epoch: int
     start: int
     end: int
@@ -96,47 +127,54 @@ class Entry:
     decode: bool
     rows: range = range(0)
     sampled: int = -1
+    count: int = 1
 
 
 @dataclass
 class Result:
-    """A batch under way: what the device gave, not yet read. ``logprobs`` and ``tops`` have one row a
-    wanted token.
+    """A batch under way: what the device gave, not yet read.
+
+    ``tokens`` is [sampled, width]; ``counts`` says how many of each row are output (None: one of each).
+    ``logprobs`` and ``tops`` have one row a wanted token.
     """
 
     entries: list[Entry]
-    next_ids: Tensor
+    tokens: Tensor
+    counts: Tensor | None
     logprobs: Tensor | None
     tops: tuple[Tensor, Tensor] | None
 
-    def deliver(self) -> Iterator[Entry]:
-        """Read the device and give each request what is its own; yields the entries that are not stale."""
-        next_ids = self.next_ids.tolist()
-        logprobs = self.logprobs.tolist() if self.logprobs is not None else None
-        tops: list[Tops] | None = None
+    def deliver(self, late: bool = False) -> Iterator[Entry]:
+        """Read the device and give each request what is its own; yields the entries that are not stale.
+
+        ``late`` True (a planted fault): also to requests that were retracted meanwhile.
+        """
+        tokens = self.tokens.tolist()
+        counts = self.counts.tolist() if self.counts is not None else [1] * len(tokens)
+        logprobs = self.logprobs.tolist() if self.logprobs is not None else []
+        tops: list[Tops] = []
         if self.tops is not None:
             pairs = zip(self.tops[0].tolist(), self.tops[1].tolist(), strict=True)
             tops = [list(zip(values, ids, strict=True)) for values, ids in pairs]
         for entry in self.entries:
             request = entry.request
-            if entry.epoch != request.epoch:
+            if entry.epoch != request.epoch and not (late and request.state == "waiting"):
                 continue  # it finished, was aborted or retracted while this batch ran
-            if logprobs is not None and not entry.decode:
+            if logprobs and not entry.decode:
                 request.take_inputs(entry, logprobs, tops)
-            if entry.final and request.sampling.max_new > 0:
-                request.output.append(next_ids[entry.sampled])
-                if logprobs is not None and request.logprobs:
-                    request.output_logprobs.append(logprobs[entry.rows[-1]])
-                    if tops is not None:
-                        request.output_tops.append(tops[entry.rows[-1]][: request.tops])
+            if entry.final:
+                entry.count = counts[entry.sampled]
+                rows = entry.rows if entry.decode else entry.rows[-1:]
+                part = slice(rows.start, rows.stop)
+                request.take_output(tokens[entry.sampled][: entry.count], logprobs[part], tops[part])
             yield entry
 
 
 class BatchBuilder:
     """Puts segments together into one :class:`Inputs`. Indices are computed on the host, in numpy."""
 
-    def __init__(self, table: Ints, device: torch.device, dtype: torch.dtype) -> None:
-        self.table, self.device, self.dtype = table, device, dtype
+    def __init__(self, memory: Memory, device: torch.device, dtype: torch.dtype) -> None:
+        self.memory, self.table, self.device, self.dtype = memory, memory.rows.slots, device, dtype
         self.ids: list[Tensor] = []
         self.positions: list[Ints] = []
         self.write: list[Ints] = []
@@ -148,27 +186,40 @@ class BatchBuilder:
         positions = starts[:, None] + np.arange(queries)
         width = int(starts.max()) + queries
         slots = self._tensor(self.table[rows, :width])
-        seen = np.arange(width) <= positions[:, :, None]
-        mask = np.where(seen, np.float32(0), np.float32(-np.inf))[:, None]
-        masked = torch.from_numpy(mask).to(device=self.device, dtype=self.dtype)
-        self.segments.append(Segment(self.tokens, len(rows), queries, (slots, slots), (masked, masked)))
+        mask = self._mask(np.arange(width) <= positions[:, :, None])
+        near, near_mask = slots, mask
+        if self.memory.window:
+            # Only the last window before the first query can be seen by a sliding layer.
+            keys = starts[:, None] + np.arange(1 - self.memory.window, queries)
+            near = self._tensor(self.memory.swa_slots(self.table[rows[:, None], np.maximum(keys, 0)]))
+            distance = positions[:, :, None] - keys[:, None]
+            near_mask = self._mask((distance >= 0) & (distance < self.memory.window) & (keys >= 0)[:, None])
+        self.segments.append(Segment(self.tokens, len(rows), queries, (slots, near), (mask, near_mask)))
         self.ids.append(ids)
         self.positions.append(positions.ravel())
         self.write.append(self.table[rows[:, None], positions].ravel())
         self.tokens += len(rows) * queries
 
     def build(self, wanted: Sequence[int]) -> Inputs:
-        write = self._tensor(np.concatenate(self.write))
+        write = np.concatenate(self.write)
+        slots = self._tensor(write)
         return Inputs(
             ids=torch.cat(self.ids) if len(self.ids) > 1 else self.ids[0],
             positions=self._tensor(np.concatenate(self.positions)),
-            write=(write, write),
+            write=(slots, self._tensor(self.memory.swa_slots(write)) if self.memory.window else slots),
             segments=self.segments,
             wanted=self._tensor(np.array(wanted, dtype=np.int64)),
         )
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+    def _mask(self, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Tensor:
+        """What is added to the scores: 0 where a key is seen, else minus infinity; [count, 1, queries,
+        keys].
+        """
+        mask = np.where(seen, np.float32(0), np.float32(-np.inf))[:, None]
+        return torch.from_numpy(mask).to(device=self.device, dtype=self.dtype)
 
 
 def sample(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .batch import Request
 from .faults import Faults
 from .pools import Holding, Memory
-from .radix import RadixCache
+from .radix import RadixCache, slots_of
 from .sessions import Session, Sessions
 
 
@@ -20,8 +20,10 @@ class KVCache:
 
     @property
     def obtainable(self) -> int:
-        """Tokens that are free or can be evicted."""
-        return self.memory.full.available + self.tree.evictable
+        """Tokens that are free or can be evicted, in the pool that has fewer of them."""
+        full = self.memory.full.available + self.tree.full.evictable
+        swa = self.memory.swa
+        return full if swa is None else min(full, swa.available + self.tree.swa.evictable)
 
     def start(self, request: Request, spare: int) -> bool:
         """Admit a waiting request: find its prefix, give it a row; False where rows or slots are short.
@@ -65,7 +67,8 @@ class KVCache:
             return False
         if request.input_start >= 0 and not request.input_logprobs:
             limit = min(limit, request.input_start)
-        slots, node = self.tree.match(request.ids[:limit])
+        path = self.tree.match(request.ids[:limit])
+        node, slots = path[-1] if path else None, slots_of(path)
         self.tree.lock(node)
         holding.allocated = len(slots)
         if not self._fits(holding, len(request.ids), spare):
@@ -85,9 +88,11 @@ class KVCache:
         """Give positions up to ``upto`` a slot, evicting from the tree as needed; False where that is not
         enough.
         """
-        need = self.memory.pages_to_grow(holding, upto) * self.memory.page_size - self.memory.full.available
-        if need > 0:
-            self.tree.evict(need)
+        need = self.memory.pages_to_grow(holding, upto) * self.memory.page_size
+        if need > self.memory.full.available:
+            self.tree.evict(need - self.memory.full.available)
+        if self.memory.swa is not None and need > self.memory.swa.available:
+            self.tree.evict_window(need - self.memory.swa.available)
         return self.memory.grow(holding, upto)
 
     def publish(self, request: Request, upto: int) -> None:
@@ -100,15 +105,19 @@ class KVCache:
         whole = self.tree.whole_pages(upto)
         if whole <= holding.protected or (request.session is not None and request.session.holding is not None):
             return
+        at = 0
+        for node in self.tree.path(request.ids[:whole]):
+            at += len(node.key)
+            if at > holding.protected and not node.windowed:
+                return  # the tree's copy lacks the window KV that this request still needs
         row = self.memory.rows.slots[holding.row]
-        had = self.tree.insert(request.ids[:whole], row[:whole])
+        had = self.tree.insert(request.ids[:whole], row[:whole], holding.evicted)
         self.memory.free_range(holding, holding.protected, had)
-        slots, node = self.tree.match(request.ids[:whole])
-        row[:whole] = slots
-        self.tree.lock(node)
-        if holding.node is not None:
-            self.tree.unlock(holding.node)
-        holding.node, holding.protected = node, whole
+        path = self.tree.path(request.ids[:whole])
+        row[:whole] = slots_of(path)
+        self.tree.lock(path[-1])
+        self.tree.unlock(holding.node)
+        holding.node, holding.protected = path[-1], whole
 
     def finish(self, request: Request) -> None:
         """The request ended well: a session keeps its KV, a plain request leaves its KV to the tree."""
@@ -116,13 +125,16 @@ class KVCache:
         assert holding is not None
         history = request.prompt + request.output
         if request.session is not None:
-            self.memory.cut(holding, len(history))
+            if not self.faults.on("overshoot-untrimmed"):
+                self.memory.cut(holding, len(history))
             request.session.tokens = history
             request.session.holding = holding
         else:
             request.refill()
             whole = self.tree.whole_pages(min(holding.committed, len(history)))
-            had = self.tree.insert(request.ids[:whole], self.memory.rows.slots[holding.row, :whole])
+            had = self.tree.insert(
+                request.ids[:whole], self.memory.rows.slots[holding.row, :whole], holding.evicted
+            )
             self.memory.free_range(holding, holding.protected, had)
             self.memory.free_range(holding, whole, holding.allocated)
             self._let_go(holding)
@@ -134,9 +146,11 @@ class KVCache:
         assert holding is not None
         session = request.session
         if session is not None and session.holding is holding:
-            if not self.faults.on("retract-tail"):
-                self.memory.free_range(holding, request.inherited, holding.allocated)
-            holding.allocated = holding.committed = request.inherited
+            length = self._roll_back(holding, request.inherited)
+            if self.faults.on("retract-tail"):
+                holding.allocated = holding.committed = length
+            else:
+                self.memory.cut(holding, length)
         else:
             if not self.faults.on("retract-tail"):
                 self.memory.free_range(holding, holding.protected, holding.allocated)
@@ -151,9 +165,9 @@ class KVCache:
             session.holding = holding or session.holding
         elif holding is not None and session is not None and session.holding is holding:
             # What the aborted turn wrote stays behind as a stale tail, which the next turn frees.
-            holding.committed = request.inherited
+            holding.committed = self._roll_back(holding, request.inherited)
             if request.state == "prefill" and self.faults.on("abort-prefill-chunk"):
-                holding.allocated = request.inherited
+                holding.allocated = holding.committed
         elif holding is not None and request.state == "waiting":
             if not self.faults.on("abort-queued-row"):
                 self.memory.rows.give(holding.row)
@@ -162,6 +176,17 @@ class KVCache:
                 self.memory.free_range(holding, holding.protected, holding.allocated)
             self._let_go(holding)
         self._end(request)
+
+    def _roll_back(self, holding: Holding, length: int) -> int:
+        """How much of a session's KV a turn that comes to nothing leaves: ``length``, unless the sliding window
+        has moved past it; then nothing, and the history is computed again."""
+        if not self.memory.window_lost(holding, length):
+            return length
+        self.memory.free_range(holding, holding.protected, holding.allocated)
+        self.tree.unlock(holding.node)
+        holding.node, holding.protected, holding.allocated = None, 0, 0
+        self.memory.cut(holding, 0)
+        return 0
 
     def release(self, holding: Holding) -> None:
         """Free all that a closed session held."""
@@ -185,7 +210,7 @@ class KVCache:
 
     def _let_go(self, holding: Holding) -> None:
         """Unlock the shared prefix and return the row."""
-        if holding.node is not None and not self.faults.on("lock-never-released"):
+        if not self.faults.on("lock-never-released"):
             self.tree.unlock(holding.node)
         self.memory.rows.give(holding.row)
 

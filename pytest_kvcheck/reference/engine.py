@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 
 from .cache import KVCache
+from .decoding import Decoding
 from .executor import Executor
 from .faults import Faults
 from .model import Model, ModelConfig
-from .pools import Memory, kv_tensors
+from .plan import Limits
+from .pools import Memory, kv_tensors, pages_for
 from .radix import RadixCache
-from .scheduler import Limits, Scheduler, Update
+from .scheduler import Scheduler, Update
 from .sessions import Sessions
-
-# Positions past the context that an overlapped step may touch.
-SLACK = 8
+from .speculative import Draft, SpecExecutor, SpecV1, SpecV2
 
 
 class OptionError(Exception):
@@ -26,8 +26,20 @@ class OptionError(Exception):
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """EAGLE with a chain of ``steps`` guesses. ``v2``: results may be resolved one iteration late."""
+
+    draft: Path
+    steps: int = 3
+    v2: bool = True
+
+
+@dataclass(frozen=True)
 class Options:
-    """Everything that is set at launch. Sizes are in tokens; ``chunk`` None: prompts are prefilled whole."""
+    """Everything that is set at launch. Sizes are in tokens; ``chunk`` None: prompts are prefilled whole.
+
+    ``swa_ratio`` is the size of the sliding layers' pool against the full one.
+    """
 
     model: Path
     page_size: int = 1
@@ -40,6 +52,8 @@ class Options:
     prefix_cache: bool = True
     overlap: bool = True
     retract_interval: int = 0
+    speculation: Speculation | None = None
+    swa_ratio: float = 0.8
     dtype: str = "float32"
     device: str = "cpu"
     silent: bool = False
@@ -76,30 +90,32 @@ def build(options: Options, tell: Callable[[list[Update]], None]) -> Engine:
         raise OptionError("--device: expected a usable CUDA device, found none; give --device cpu")
     dtype = getattr(torch, options.dtype)
     context = options.context or ModelConfig.load(options.model).max_positions
-    width = (context + SLACK + page) // page * page + page
+    spec = options.speculation
+    # Positions past the context that an overlapped step may touch, then whole pages.
+    slack = 4 * (spec.steps + 2) if spec else 8
+    width = pages_for(context + slack, page) * page + page
     model = Model(options.model, dtype, device, positions=width)
-    memory = Memory(options.pool, page, options.max_running, width, faults)
     config = model.config
+    swa_pool = int(options.pool * options.swa_ratio) // page * page if config.window else 0
+    memory = Memory(options.pool, page, options.max_running, width, faults, config.window, swa_pool)
     sliding = sum(config.sliding)
-    slots = (memory.full.pages + 1) * page
-    kv = kv_tensors(
-        (config.layers - sliding, sliding),
-        (slots, slots if sliding else 1),
-        config.kv_heads,
-        config.head_dim,
-        dtype,
-        device,
-    )
-    tree = RadixCache(memory.full, options.prefix_cache)
-    cache = KVCache(memory, tree, Sessions(faults), faults)
+    slots = memory.full.total + page
+    shape = (config.kv_heads, config.head_dim, dtype, device)
+    kv = kv_tensors((config.layers - sliding, sliding), (slots, swa_pool + page), *shape)
+    cache = KVCache(memory, RadixCache(memory, options.prefix_cache), Sessions(faults), faults)
     limits = Limits(
         context=context,
         max_running=options.max_running,
         chunk=options.chunk,
         mixed=options.mixed_chunk,
-        overlap=options.overlap,
+        overlap=options.overlap and (spec is None or spec.v2),
         retract_interval=options.retract_interval,
     )
-    executor = Executor(model, kv, memory.rows.slots, faults)
-    scheduler = Scheduler(cache, executor, limits, faults, tell, options.silent)
+    executor, decoding = Executor(model, kv, memory, faults), Decoding(cache)
+    if spec is not None:
+        draft_kv = kv_tensors((1, 0), (slots, 1), *shape)[0][0]
+        draft = Draft(spec.draft, model, draft_kv, width)
+        executor = SpecExecutor(model, draft, spec.steps, kv, memory, faults)
+        decoding = (SpecV2 if spec.v2 else SpecV1)(cache, spec.steps + 1)
+    scheduler = Scheduler(cache, executor, decoding, limits, faults, tell, options.silent)
     return Engine(options, config, scheduler, context)

@@ -40,6 +40,15 @@ TABLE: tuple[Fault, ...] = (
     Fault(
         "health-lies-when-stuck", "K23", "after an abort nothing is scheduled any more, yet /health says 200"
     ),
+    Fault("bonus-slot-race", "K02", "V2 does not claim the bonus token before the round, so lengths run short"),
+    Fault("bonus-claimed-twice", "K02", "V2 claims the bonus token before the round and when it is resolved"),
+    Fault("overshoot-untrimmed", "K02", "a turn keeps what its last round accepted past the turn's end"),
+    Fault("spec-reject-slots-kept", "K01", "V1 forgets the slots of rejected draft tokens, not freeing them"),
+    Fault("late-result-after-retract", "K05", "a result is applied to a request that was retracted meanwhile"),
+    Fault("partial-page-freed", "K15", "a trim rounds down and frees the page that still holds live tokens"),
+    Fault("lent-slot-double-count", "K16", "the checker counts a lent session's KV twice: a false alarm"),
+    Fault("swa-cursor-uncapped", "K14", "a session that was rolled back keeps its sliding-window cursor"),
+    Fault("swa-page-ge-window", "K14", "where a page holds a whole window, pages that it left are never freed"),
 )
 
 

@@ -18,6 +18,7 @@ class Gauges:
     """One reading, taken between two iterations."""
 
     account: Account
+    swa: Account | None
     running: int
     waiting: int
     sessions: int
@@ -29,18 +30,23 @@ class Gauges:
 
     @property
     def used(self) -> int:
-        """As SGLang counts it: protected and session-held tokens included."""
-        return self.account.total - self.account.available - self.account.evictable
+        return used(self.account)
+
+
+def used(account: Account) -> int:
+    """As SGLang counts it: protected and session-held tokens included."""
+    return account.total - account.available - account.evictable
 
 
 def read(engine: Engine) -> Gauges:
     scheduler = engine.scheduler
     return Gauges(
         account=scheduler.check.account(),
-        running=len(scheduler.running) + (scheduler.chunked is not None),
-        waiting=len(scheduler.waiting),
+        swa=scheduler.check.swa_account(),
+        running=len(scheduler.plan.running) + (scheduler.plan.chunked is not None),
+        waiting=len(scheduler.plan.waiting),
         sessions=len(scheduler.sessions.by_id),
-        retracted=scheduler.retracted_total,
+        retracted=scheduler.plan.retracted_total,
         aborted=scheduler.aborted_total,
         prompt=scheduler.prompt_total,
         generated=scheduler.generated_total,
@@ -50,8 +56,9 @@ def read(engine: Engine) -> Gauges:
 
 def metrics(engine: Engine, gauges: Gauges) -> str:
     """Prometheus text."""
-    account = gauges.account
+    account, swa = gauges.account, gauges.swa or Account(0, 0, 0, 0, 0, 0)
     usage = round(gauges.used / account.total, 2)
+    swa_usage = round(used(swa) / max(1, swa.total), 2)
     values: dict[str, float] = {
         "max_total_num_tokens": account.total,
         "page_size": engine.options.page_size,
@@ -59,16 +66,17 @@ def metrics(engine: Engine, gauges: Gauges) -> str:
         "context_len": engine.context,
         "num_running_reqs": gauges.running,
         "num_queue_reqs": gauges.waiting,
-        "token_usage": usage,
+        "token_usage": max(usage, swa_usage),
         "full_token_usage": usage,
-        "swa_token_usage": 0.0,
-        "num_used_tokens": gauges.used,
+        "swa_token_usage": swa_usage,
+        "num_used_tokens": max(gauges.used, used(swa)),
         "kv_available_tokens": account.available,
         "kv_evictable_tokens": account.evictable,
         "kv_used_tokens": gauges.used,
-        "swa_available_tokens": 0,
-        "swa_evictable_tokens": 0,
-        "swa_used_tokens": 0,
+        "max_total_num_tokens_swa": swa.total,
+        "swa_available_tokens": swa.available,
+        "swa_evictable_tokens": swa.evictable,
+        "swa_used_tokens": used(swa),
         "num_streaming_sessions": gauges.sessions,
         "streaming_session_held_tokens": account.session_held,
     }
@@ -95,7 +103,7 @@ def loads(version: str, engine: Engine, gauges: Gauges) -> dict[str, Any]:
         "dp_rank": 0,
         "num_running_reqs": gauges.running,
         "num_waiting_reqs": gauges.waiting,
-        "num_used_tokens": gauges.used,
+        "num_used_tokens": gauges.used if gauges.swa is None else max(gauges.used, used(gauges.swa)),
         "num_total_tokens": gauges.used,
         "max_total_num_tokens": total,
         "max_running_requests": engine.options.max_running,
@@ -111,9 +119,10 @@ def server_info(version: str, engine: Engine, arguments: Mapping[str, Any]) -> d
     arguments = {"tp_size": 1, "speculative_algorithm": None, **arguments}
     state: dict[str, Any] = dict(arguments)
     state["effective_max_running_requests_per_dp"] = engine.options.max_running
+    memory = engine.scheduler.cache.memory
     state["memory_usage"] = {
-        "token_capacity": engine.scheduler.cache.memory.full.total,
-        "token_capacity_swa": None,
+        "token_capacity": memory.full.total,
+        "token_capacity_swa": memory.swa.total if memory.swa is not None else None,
     }
     if os.environ.get("SGLANG_EXPOSE_OWN_ENV_VARS"):
         state["env_vars"] = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")}

@@ -68,11 +68,30 @@ class MemoryCheck:
         return Account(
             total=memory.full.total,
             available=memory.full.available,
-            evictable=tree.evictable,
-            protected=tree.protected,
-            session_held=sum(memory.private_tokens(holding) for holding in self.cache.sessions.held()),
-            uncached=sum(memory.private_tokens(holding) for holding in self._lent()),
+            evictable=tree.full.evictable,
+            protected=tree.full.protected,
+            session_held=sum(map(memory.private_tokens, self.cache.sessions.held())),
+            uncached=sum(map(memory.private_tokens, self._lent())),
         )
+
+    def swa_account(self) -> Account | None:
+        """The sliding pool's account now, if there is one."""
+        memory, tree = self.cache.memory, self.cache.tree
+        if memory.swa is None:
+            return None
+        return Account(
+            total=memory.swa.total,
+            available=memory.swa.available,
+            evictable=tree.swa.evictable,
+            protected=tree.swa.protected,
+            session_held=sum(map(memory.private_window_tokens, self.cache.sessions.held())),
+            uncached=sum(map(memory.private_window_tokens, self._lent())),
+        )
+
+    def accounts(self) -> dict[str, Account]:
+        """The accounts by SGLang's names of the pools."""
+        swa = self.swa_account()
+        return {"full": self.account()} | ({"swa": swa} if swa is not None else {})
 
     def _lent(self) -> list[Holding]:
         return [request.holding for request in self.active() if request.holding is not None]
@@ -81,20 +100,25 @@ class MemoryCheck:
         """After an iteration. Raises :class:`MemoryFault`."""
         if not self.busy_level:
             return
-        account = self.account()
+        accounts = self.accounts()
         if self.busy_level > 1:
-            log.info("[Mem Check (BUSY)] [full] %s", account)
-        if account.owned != account.total:
-            raise MemoryFault(f"Full Pool Mem Leak Detected! [full] {account}")
+            for name, account in accounts.items():
+                log.info("[Mem Check (BUSY)] [%s] %s", name, account)
+        for name, account in accounts.items():
+            if account.owned != account.total:
+                title = {"full": "Full", "swa": "SWA"}[name]
+                raise MemoryFault(f"{title} Pool Mem Leak Detected! [{name}] {account}")
         self._check_pages()
 
     def idle(self) -> None:
         """When nothing runs or waits. Raises :class:`MemoryFault`."""
         if not self.idle_level:
             return
-        account = self.account()
-        if account.owned != account.total:
-            raise MemoryFault(f"pool memory leak detected! [full] {account}")
+        lost = [
+            f"[{name}] {account}" for name, account in self.accounts().items() if account.owned != account.total
+        ]
+        if lost:
+            raise MemoryFault("pool memory leak detected! " + "\n".join(lost))
         rows = self.cache.memory.rows
         held = sum(1 for _ in self.cache.sessions.held())
         if len(rows.free) + held != rows.total:
@@ -109,14 +133,16 @@ class MemoryCheck:
         if not self.pages:
             return
         memory, tree = self.cache.memory, self.cache.tree
-        times_free = memory.full.times_free
-        if times_free.max() > 1:
-            twice = int((times_free > 1).sum())
-            raise MemoryFault(f"KV double free: sub-pool 0 has {twice} duplicate pages.")
+        for index, pool in enumerate([memory.full] if memory.swa is None else [memory.full, memory.swa]):
+            if pool.times_free.max() > 1:
+                twice = int((pool.times_free > 1).sum())
+                raise MemoryFault(f"KV double free: sub-pool {index} has {twice} duplicate pages.")
         owned = tree.owns.copy()
         for holding in [*self._lent(), *self.cache.sessions.held()]:
             owned[memory.private_pages(holding)] = 1
-        lost = np.flatnonzero(owned & times_free)
+            if holding.committed > holding.allocated:
+                raise MemoryFault(f"KV length error: committed beyond allocated in {holding}")
+        lost = np.flatnonzero(owned & memory.full.times_free)
         if len(lost):
             raise MemoryFault(
                 f"KV page use-after-free: {len(lost)} owner page refs are in the free pool, "

@@ -108,17 +108,40 @@ class Rows:
 
 
 class Memory:
-    """Rows and slots together. Everything that changes ``allocated`` is here."""
+    """Rows and slots together. Everything that changes ``allocated`` is here.
 
-    def __init__(self, tokens: int, page_size: int, rows: int, width: int, faults: Faults) -> None:
-        self.page_size = page_size
-        self.faults = faults
+    With a sliding window there is a second, smaller pool. A page of the full pool has a partner there,
+    ``partner[page]``, until the window has left it (then 0); ``holding.evicted`` says up to where that is so.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        page_size: int,
+        rows: int,
+        width: int,
+        faults: Faults,
+        window: int = 0,
+        swa_tokens: int = 0,
+    ) -> None:
+        self.page_size, self.faults, self.window = page_size, faults, window
         self.rows = Rows(rows, width)
         self.full = PageAllocator(tokens, page_size)
+        self.swa = PageAllocator(swa_tokens, page_size) if window else None
+        self.clear()
 
     def clear(self) -> None:
         self.rows.clear()
         self.full.clear()
+        self.partner: Ints = np.zeros(self.full.pages + 1, dtype=np.int64)
+        if self.swa is not None:
+            self.swa.clear()
+
+    def swa_slots(self, slots: Ints) -> Ints:
+        """The slots of the sliding pool that belong to these of the full pool; the dummy where the window
+        left.
+        """
+        return self.partner[slots // self.page_size] * self.page_size + slots % self.page_size
 
     def pages_to_grow(self, holding: Holding | None, upto: int) -> int:
         """How many pages it takes to give positions up to ``upto`` a slot."""
@@ -126,14 +149,21 @@ class Memory:
         return max(0, pages_for(upto, self.page_size) - pages_for(held, self.page_size))
 
     def grow(self, holding: Holding, upto: int) -> bool:
-        """Give positions up to ``upto`` a slot; False (and nothing changed) where the pool is short."""
+        """Give positions up to ``upto`` a slot; False (and nothing changed) where a pool is short."""
         if upto <= holding.allocated:
             return True
         size = self.page_size
         have = pages_for(holding.allocated, size)
-        pages = self.full.take(pages_for(upto, size) - have)
+        count = pages_for(upto, size) - have
+        if self.swa is not None and count * size > self.swa.available:
+            return False
+        pages = self.full.take(count)
         if pages is None:
             return False
+        if self.swa is not None:
+            partners = self.swa.take(count)
+            assert partners is not None
+            self.partner[pages] = partners
         slots = (pages[:, None] * size + np.arange(size)).ravel()
         self.rows.slots[holding.row, have * size : have * size + len(slots)] = slots
         holding.allocated = upto
@@ -146,25 +176,70 @@ class Memory:
         """
         size = self.page_size
         first, last = pages_for(start, size), pages_for(end, size)
+        if self.faults.on("partial-page-freed") and start > holding.protected:
+            first = start // size
         if first >= last:
             return 0
-        self.full.give(self.rows.slots[holding.row, first * size : last * size : size] // size)
+        self.free_window(holding, first * size, last * size)
+        self.full.give(self._pages(holding, first, last))
         return (last - first) * size
+
+    def free_window(self, holding: Holding, start: int, end: int) -> None:
+        """Free the sliding pool's part of the whole pages in ``[start, end)`` that the window has not left
+        yet.
+        """
+        if self.swa is not None:
+            size = self.page_size
+            pages = self._pages(holding, pages_for(max(start, holding.evicted), size), end // size)
+            self.give_partners(pages)
+
+    def give_partners(self, pages: Ints) -> None:
+        """Free the sliding pool's pages that belong to these of the full pool."""
+        if self.swa is not None:
+            partners = self.partner[pages]
+            self.swa.give(partners[partners > 0])
+            self.partner[pages] = 0
 
     def cut(self, holding: Holding, length: int) -> None:
         """Free what lies past ``length`` and cap the counts to it; a partial page stays."""
         self.free_range(holding, length, holding.allocated)
         holding.allocated = min(holding.allocated, length)
         holding.committed = min(holding.committed, length)
+        if not self.faults.on("swa-cursor-uncapped"):
+            holding.evicted = min(holding.evicted, length)
+
+    def slide(self, holding: Holding, length: int) -> None:
+        """Give back the sliding pool's pages that no query at ``length`` or later can see."""
+        size = self.page_size
+        cursor = max(0, length + 1 - self.window) // size * size
+        if self.swa is None or cursor <= holding.evicted:
+            return
+        if size < self.window or not self.faults.on("swa-page-ge-window"):
+            self.free_window(holding, holding.protected, cursor)
+        holding.evicted = cursor
+
+    def window_lost(self, holding: Holding, length: int) -> bool:
+        """Whether a query at ``length`` would miss keys that the window has left already."""
+        return self.swa is not None and holding.evicted > max(0, length + 1 - self.window)
 
     def private_tokens(self, holding: Holding) -> int:
-        """Tokens of the pool that this holding owns itself, in whole pages."""
+        """Tokens of the full pool that this holding owns itself, in whole pages."""
         size = self.page_size
         return (pages_for(holding.allocated, size) - pages_for(holding.protected, size)) * size
 
+    def private_window_tokens(self, holding: Holding) -> int:
+        """The same of the sliding pool."""
+        size = self.page_size
+        first = pages_for(max(holding.protected, holding.evicted), size)
+        return max(0, pages_for(holding.allocated, size) - first) * size
+
     def private_pages(self, holding: Holding) -> Ints:
         size = self.page_size
-        first, last = pages_for(holding.protected, size), pages_for(holding.allocated, size)
+        return self._pages(holding, pages_for(holding.protected, size), pages_for(holding.allocated, size))
+
+    def _pages(self, holding: Holding, first: int, last: int) -> Ints:
+        """The ``first``-th to the ``last``-th page of a row."""
+        size = self.page_size
         return self.rows.slots[holding.row, first * size : last * size : size] // size
 
 

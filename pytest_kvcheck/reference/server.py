@@ -254,6 +254,14 @@ def reply_body(request: Request, shown: int, finish: dict[str, Any] | None) -> d
         "cached_tokens_details": None,
         "dp_rank": None,
     }
+    rounds = request.accepted
+    if rounds:
+        count, accepted = sum(rounds.values()), sum(n * times for n, times in rounds.items())
+        meta["spec_verify_ct"] = count
+        meta["spec_accepted_drafts"] = meta["spec_num_correct_drafts"] = accepted
+        meta["spec_accept_length"] = shown / count
+        histogram = [rounds.get(n, 0) for n in range(max(rounds) + 1)]
+        meta["spec_accept_histogram"] = meta["spec_correct_drafts_histogram"] = histogram
     if request.logprobs:
         start = request.input_start
         inputs: list[tuple[float | None, int, None]] = []

@@ -95,7 +95,10 @@ class Sessions:
 
     def held(self) -> Iterator[Holding]:
         """What idle sessions hold."""
-        return (session.held for session in self.by_id.values() if session.held is not None)
+        for session in self.by_id.values():
+            holding = session.holding if self.faults.on("lent-slot-double-count") else session.held
+            if holding is not None:
+                yield holding
 
     def _drop(self, session: Session, message: str) -> list[Holding]:
         del self.by_id[session.id]
