@@ -150,12 +150,13 @@ async def sessions(request, call_next):
             return refuse("the session is open already")
         OPEN[body["session_id"]] = Session(engine, body["session_id"])
         return JSONResponse({"session_id": body["session_id"]})
+    if path == "/kvcheck/close":
+        if session is not None:
+            del OPEN[session.id]
+            await session.stop()
+        return JSONResponse({"closed": session is not None})
     if session is None:
         return refuse("the session does not exist")
-    if path == "/kvcheck/close":
-        OPEN.pop(session.id, None)
-        await session.stop()
-        return JSONResponse({"closed": session.id})
     if path == "/kvcheck/turn":
         limit = request.app.state.vllm_config.model_config.max_model_len
         whole = len(session.history) + len(body["prompt"]) + body["max_tokens"]
