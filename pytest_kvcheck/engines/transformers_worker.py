@@ -61,6 +61,9 @@ def main(argv: list[str]) -> int:
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
+    # Text needs neither, and engines' environments often hold a build that does not fit their torch: with it,
+    # transformers imports nothing at all. None in sys.modules means "not installed".
+    sys.modules.update({"torchvision": None, "torchaudio": None})  # type: ignore[dict-item]
     try:
         import transformers
 
