@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference_helpers import Client, tokens, worst_difference, write_model
+from reference_helpers import (
+    Client,
+    tokens,
+    worst_difference,
+    write_draft,
+    write_model,
+    write_swa_model,
+)
 
-from pytest_kvcheck.reference.engine import Options
+from pytest_kvcheck.reference.engine import Options, Speculation
 from pytest_kvcheck.reference.faults import TABLE, Faults
 from pytest_kvcheck.reference.memcheck import MemoryFault
 
@@ -152,16 +159,92 @@ def health_lies_when_stuck(client: Client, rng: random.Random) -> str:
     return "" if after.finish else "stuck"
 
 
+def turns(client: Client, rng: random.Random, count: int, max_new: int = 13) -> str:
+    """Some turns of one session beside two plain requests; what the client sees wrong in them."""
+    session, history = client.open(), 0
+    for _ in range(count):
+        beside = [client.send(tokens(rng, 25), 24) for _ in range(2)]
+        turn = client.send(tokens(rng, 9), max_new, session)
+        client.drain()
+        if history and not turn.retractions and turn.cached not in (history, history - 1):
+            return f"cached_tokens {turn.cached}, expected {history}"
+        for request in [turn, *beside]:
+            worst = worst_difference(client.scheduler.executor.model, request.prompt, request)
+            if worst > 1e-4:
+                return f"log-prob off by {worst}"
+        history = len(turn.prompt) + len(turn.output)
+    client.scheduler.close_session(session)
+    client.drain()
+    return f"used {client.used}" if client.used else ""
+
+
+@scenario("cached_tokens", draft=True)
+def bonus_slot_race(client: Client, rng: random.Random) -> str:
+    return turns(client, rng, 2)
+
+
+@scenario("KV length error", draft=True, overlap=False)
+def bonus_claimed_twice(client: Client, rng: random.Random) -> str:
+    return turns(client, rng, 2, max_new=60)
+
+
+@scenario("cached_tokens", draft=True)
+def overshoot_untrimmed(client: Client, rng: random.Random) -> str:
+    return turns(client, rng, 6)
+
+
+@scenario("Full Pool Mem Leak", draft=True, v2=False)
+def spec_reject_slots_kept(client: Client, rng: random.Random) -> str:
+    return turns(client, rng, 2)
+
+
+@scenario("KV length error", draft=True, retract_interval=3)
+def late_result_after_retract(client: Client, rng: random.Random) -> str:
+    return turns(client, rng, 6)
+
+
+@scenario("Full Pool Mem Leak", page_size=16, chunk=64)
+def partial_page_freed(client: Client, rng: random.Random) -> str:
+    return turns(client, rng, 2)
+
+
+@scenario("Full Pool Mem Leak")
+def lent_slot_double_count(client: Client, rng: random.Random) -> str:
+    return turns(client, rng, 2)
+
+
+@scenario("SWA Pool Mem Leak", swa=True)
+def swa_cursor_uncapped(client: Client, rng: random.Random) -> str:
+    session, _ = two_turns(client, rng)
+    turn = client.send(tokens(rng, 60), 30, session)
+    client.steps(8)
+    client.scheduler.abort(turn.rid)
+    client.send(tokens(rng, 10), 4, session)
+    client.drain()
+    return ""
+
+
+@scenario("SWA Pool Mem Leak", swa=True, page_size=32, chunk=64)
+def swa_page_ge_window(client: Client, rng: random.Random) -> str:
+    return turns(client, rng, 4)
+
+
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_draft(folder / "draft", write_model(folder / "full"))
+    write_swa_model(folder / "swa")
+    return folder
 
 
-def seen(name: str, model_folder: Path, plant: tuple[str, ...], **more: Any) -> str:
+def seen(name: str, models: Path, plant: tuple[str, ...], **more: Any) -> str:
     """What the strict check or the client says of the fault's scenario; "" where all is well."""
     options, _, function = SCENARIOS[name]
     settings = {"pool": 4096, "max_running": 8, "context": 512, **options, **more}
-    client = Client(Options(model_folder, streaming_sessions=True, plant=plant, **settings))
+    folder = models / ("swa" if settings.pop("swa", False) else "full")
+    if settings.pop("draft", False):
+        settings["speculation"] = Speculation(models / "draft", 3, settings.pop("v2", True))
+    client = Client(Options(folder, streaming_sessions=True, plant=plant, **settings))
     try:
         return function(client, random.Random(3))
     except MemoryFault as fault:
@@ -173,18 +256,18 @@ def test_every_fault_has_a_scenario() -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_planted_fault_shows(name: str, model_folder: Path) -> None:
-    assert seen(name, model_folder, (name,)).startswith(SCENARIOS[name][1])
+def test_planted_fault_shows(name: str, models: Path) -> None:
+    assert seen(name, models, (name,)).startswith(SCENARIOS[name][1])
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_same_traffic_without_the_fault_shows_nothing(name: str, model_folder: Path) -> None:
-    assert seen(name, model_folder, ()) == ""
+def test_same_traffic_without_the_fault_shows_nothing(name: str, models: Path) -> None:
+    assert seen(name, models, ()) == ""
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_silent_engine_lives_with_every_fault(name: str, model_folder: Path) -> None:
-    said = seen(name, model_folder, (name,), silent=True)
+def test_silent_engine_lives_with_every_fault(name: str, models: Path) -> None:
+    said = seen(name, models, (name,), silent=True)
     assert not said.startswith(("Full", "pool", "req_to_token", "KV"))
 
 
