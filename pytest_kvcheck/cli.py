@@ -36,7 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     models.add_argument("action", choices=("make", "list"))
     models.add_argument("dir", nargs="?", type=Path, help="where to make them")
     models.add_argument("--only", action="append", default=[], help="make only this one")
-    command("faults", _faults, "List the faults that --kvcheck-plant can plant in the reference engine")
+    faults = command(
+        "faults", _faults, "List the faults of the reference engine, or measure how they are found"
+    )
+    faults.add_argument("--measure", action="store_true", help="look for each, beside a clean twin")
+    faults.add_argument("--only", action="append", default=[], metavar="FAULT", help="measure only this one")
+    faults.add_argument("--check", choices=("on", "off", "both"), default="both", help="the engine's own check")
+    faults.add_argument("--shrink", action="store_true", help="minimise each that is found, and tell the size")
+    faults.add_argument("--budget", type=float, default=6.0, help="seconds of load a case (default: 6)")
+    faults.add_argument("--artifacts", type=Path, default=Path(".kvcheck"), help="where traces and logs go")
+    faults.add_argument("--output", type=Path, help="write the table as Markdown (docs/detection.md)")
     command("schema", _schema, "Print the JSON Schema of a matrix, for editors")
     report = command("report", _report, "Write the HTML report of an artifacts folder")
     report.add_argument("dir", type=Path)
@@ -76,7 +85,12 @@ def _faults(chosen: argparse.Namespace) -> int:
     )
     if listed.returncode:
         raise LookupError(listed.stderr.strip() or "the reference engine could not list its faults")
-    for fault in json.loads(listed.stdout):
+    faults = json.loads(listed.stdout)
+    if chosen.measure:
+        from pytest_kvcheck.measure import command
+
+        return command({fault["name"]: fault["kind"] for fault in faults}, chosen)
+    for fault in faults:
         print(f"{fault['name']:32} {fault['kind']}  {fault['what']}")
     return 0
 

@@ -131,7 +131,7 @@ class Bench:
             findings = judge(facts)
             trace.write(verdict(findings, bed.clock.now()))
         outcome = gravest(findings)
-        mended = focus is not None and outcome in ("passed", "unexercised", "leak", "mismatch") and _mended(bed)
+        mended = focus is not None and _mended(bed, findings)
         if not mended and (outcome not in ("passed", "unexercised") or (dirty and not bed.server.attached)):
             self._stop()  # the next case must not inherit what this one left
         return facts, findings
@@ -291,6 +291,7 @@ def trace_header(bed: Bed, case: Case, plan: Plan) -> TraceHeader:
         engine_version=engine.version,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         argv=list(bed.server.argv),
+        env=dict(bed.server.env),
         model=cell.model.path,
         params=dict(plan.params),
         must_exercise=list(plan.must_exercise),
@@ -303,12 +304,14 @@ def verdict(findings: list[Finding], t: float) -> Note:
     return Note(t=t, what=VERDICT, data={"findings": msgspec.to_builtins(findings)})
 
 
-def _mended(bed: Bed) -> bool:
-    """Whether a flush has brought everything back on a server of ours without checks of its own."""
+def _mended(bed: Bed, findings: list[Finding]) -> bool:
+    """Whether a flush has brought everything back, on a server of ours that does not judge itself."""
     server = bed.server
     if server.attached or bed.cell.features.strict or not server.alive():
         return False
-    return clean(server.engine.sample(server.control, bed.clock.now()))
+    # A flush gives back tokens; nothing is known to give back rows, or to free what hangs.
+    lasting = any(finding.oracle == "rows" or finding.status in ("stuck", "crash") for finding in findings)
+    return not lasting and clean(server.engine.sample(server.control, bed.clock.now()))
 
 
 def _slug(case_id: str) -> str:

@@ -63,6 +63,7 @@ class Server:
         self.port = urlsplit(control.base_url).port or 80
         self.pid = pid
         self.info: dict[str, Any] = {}
+        self.env: dict[str, str] = {}  # what its environment has beyond ours
         self.misfits: list[str] = []
         self._process = process
         self._log = log
@@ -123,6 +124,7 @@ class Server:
                 resources=stack.pop_all(),
             )
         server.info = info
+        server.env = {name: value for name, value in spec.env.items() if value is not None}
         server._begin()
         atexit.register(server.stop)
         return server

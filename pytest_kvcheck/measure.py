@@ -1,0 +1,223 @@
+"""How good is the detector? Every planted fault is looked for, beside a clean twin that must stay silent."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pytest_kvcheck.cells import Case, Cell, WorkloadRef
+from pytest_kvcheck.findings import Finding
+from pytest_kvcheck.judge import Bench
+from pytest_kvcheck.reach import REACH, cell_of
+from pytest_kvcheck.report.results import CaseResult
+from pytest_kvcheck.settings import Settings
+from pytest_kvcheck.shrink.case import shrink_case
+from pytest_kvcheck.trace import OpRecord, read_trace
+
+_HEAD = """# Detection
+
+Every fault that the reference engine can plant, found by kvcheck or not, with the engine's own memory check on
+and off. `named` says whether the finding's first kind is the planted one (right), or it stands among the kinds
+that fit the observation too (also). `requests` and `seconds` are those of the load until the verdict; `repro`
+is the size of the minimised plan. Made by `kvcheck faults --measure`.
+"""
+# Findings that say nothing about a fault.
+NO_VERDICT = ("unexercised", "inconclusive")
+Size = Callable[[Case, CaseResult], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A fault planted in ``cell``, and its ``twin``, equal but for the fault. ``kinds`` are right for it."""
+
+    name: str
+    kinds: frozenset[str]
+    check: str
+    cell: Cell
+    twin: Cell
+    workload: str
+
+
+@dataclass(slots=True)
+class Row:
+    """What became of one subject. ``seconds`` and ``requests`` are those of the load until the verdict."""
+
+    subject: Subject
+    outcome: str
+    reason: str
+    defects: list[Finding]
+    requests: int = 0
+    seconds: float = 0.0
+    operations: int | None = None
+
+    @property
+    def found(self) -> bool:
+        return bool(self.defects)
+
+    @property
+    def named(self) -> str:
+        """How well the gravest finding names the kind: ``right``, ``also`` (among those that fit) or ``no``."""
+        if not self.defects:
+            return "no"
+        if self.defects[0].kind in self.subject.kinds:
+            return "right"
+        every = {kind for finding in self.defects for kind in (finding.kind, *finding.also)}
+        return "also" if every & self.subject.kinds else "no"
+
+
+@dataclass(slots=True)
+class Measurement:
+    """All rows, and each clean twin that was not silent with what it said."""
+
+    rows: list[Row] = field(default_factory=list)
+    twins: int = 0
+    alarms: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return bool(self.rows) and all(row.found for row in self.rows) and not self.alarms
+
+    @property
+    def summary(self) -> str:
+        """The one line that says it all."""
+        found = [row for row in self.rows if row.found]
+        right = sum(row.named == "right" for row in found)
+        named = sum(row.named == "also" for row in found)
+        return (
+            f"{len(found)} of {len(self.rows)} found; kind right in {right}, among those named in {named}, "
+            f"wrong in {len(found) - right - named}; {len(self.alarms)} alarms from {self.twins} clean twins; "
+            f"{self.seconds:.0f} s"
+        )
+
+
+def command(kinds: dict[str, str], chosen: argparse.Namespace) -> int:
+    """``kvcheck faults --measure``: 1 where a fault was missed or a clean twin raised an alarm."""
+    unknown = sorted(set(chosen.only) - set(kinds))
+    if unknown:
+        raise LookupError(f"--only: expected one of {', '.join(kinds)}, found {unknown[0]!r}")
+    wanted = {name: kind for name, kind in kinds.items() if not chosen.only or name in chosen.only}
+    checks = ("on", "off") if chosen.check == "both" else (chosen.check,)
+    subjects = reference_subjects(wanted, checks)
+    bench = Bench(Settings(budget=chosen.budget, artifacts=chosen.artifacts.resolve()))
+    size = _sizes(bench) if chosen.shrink else None
+    try:
+        measured = measure(subjects, bench, size=size, progress=lambda text: print(text, flush=True))
+    finally:
+        bench.close()
+    text = table(measured)
+    if chosen.output is not None:
+        chosen.output.write_text(f"{_HEAD}\n{text}\n{measured.summary}\n", encoding="utf-8")
+    print(f"\n{text}\n{measured.summary}")
+    return 0 if measured.good else 1
+
+
+def _sizes(bench: Bench) -> Size:
+    def size(case: Case, result: CaseResult) -> int | None:
+        made = shrink_case(bench, case, result)
+        return None if made is None else made.operations
+
+    return size
+
+
+def reference_subjects(kinds: dict[str, str], checks: Iterable[str]) -> list[Subject]:
+    """The faults of the reference engine (name -> kind), with its strict check ``on`` and ``off``.
+
+    Raises ``LookupError`` for a fault that :data:`~pytest_kvcheck.reach.REACH` does not know.
+    """
+    lost = sorted(set(kinds) - set(REACH))
+    if lost:
+        raise LookupError(f"expected a row for every fault in pytest_kvcheck/reach.py, found none for {lost}")
+    found = []
+    for check in checks:
+        silent = check == "off"
+        for name, kind in kinds.items():
+            reach = REACH[name]
+            cell = cell_of(reach.cell, plant=(name,), silent=silent)
+            twin = cell_of(reach.cell, silent=silent)
+            found.append(Subject(name, frozenset({kind}), check, cell, twin, reach.workload))
+    return found
+
+
+def measure(
+    subjects: Sequence[Subject],
+    bench: Bench,
+    *,
+    size: Size | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Measurement:
+    """Run every subject and every distinct twin once. ``size`` minimises a found case and says how far."""
+    found = Measurement()
+    began = time.monotonic()
+    twins = {(s.check, s.twin.name, s.workload): s.twin for s in subjects}
+    for at, ((check, name, workload), cell) in enumerate(twins.items()):
+        result = bench.run(
+            _case(cell, workload), f"clean-{check}::{name}::{workload}", last=at == len(twins) - 1
+        )
+        if result.outcome != "passed":
+            found.alarms[result.id] = f"{result.outcome}: {result.reason}"
+        progress(f"clean twin {result.id}: {result.outcome}")
+    found.twins = len(twins)
+    for subject in subjects:
+        case = _case(subject.cell, subject.workload)
+        result = bench.run(
+            case, f"{subject.name}-{subject.check}::{subject.cell.name}::{subject.workload}", last=True
+        )
+        row = Row(
+            subject, result.outcome, result.reason, [f for f in result.findings if f.status not in NO_VERDICT]
+        )
+        row.requests, row.seconds = _effort(result)
+        if size is not None and row.found:
+            row.operations = size(case, result)
+        found.rows.append(row)
+        progress(f"{subject.name}, check {subject.check}: {row.outcome} {_kinds(row)}")
+    found.seconds = time.monotonic() - began
+    return found
+
+
+def _case(cell: Cell, workload: str) -> Case:
+    return Case(cell, WorkloadRef(workload))
+
+
+def _effort(result: CaseResult) -> tuple[int, float]:
+    """Requests of the workload, and seconds from the first of them to the last operation of the case."""
+    if not result.trace or not Path(result.trace).exists():
+        return 0, 0.0
+    records = [line for line in read_trace(Path(result.trace)) if isinstance(line, OpRecord)]
+    load = [r for r in records if r.phase == "workload" and r.op.generates and r.rid is not None]
+    if not load:
+        return 0, 0.0
+    return len(load), max(r.ended for r in records) - min(r.started for r in load)
+
+
+def _kinds(row: Row) -> str:
+    if not row.defects:
+        return row.reason
+    also = row.defects[0].also
+    return row.defects[0].kind + (f" (also {', '.join(also)})" if also else "")
+
+
+def table(measured: Measurement) -> str:
+    """The measurement as Markdown."""
+    head = "| fault | kind | check | cell :: workload | found | named | by | requests | seconds | repro |"
+    lines = [head, "|---" * 10 + "|"]
+    for row in measured.rows:
+        subject = row.subject
+        cells = [
+            f"`{subject.name}`",
+            "/".join(sorted(subject.kinds)),
+            subject.check,
+            f"{subject.cell.name} :: {subject.workload}",
+            row.outcome if row.found else f"**missed** ({row.outcome})",
+            f"{row.named}: {_kinds(row)}" if row.found else "",
+            ", ".join(dict.fromkeys(finding.oracle for finding in row.defects)),
+            str(row.requests),
+            f"{row.seconds:.1f}",
+            "" if row.operations is None else f"{row.operations} operations",
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", *(f"- **false alarm** {name}: {why}" for name, why in measured.alarms.items())]
+    return "\n".join(lines).rstrip() + "\n"
