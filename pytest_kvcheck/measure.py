@@ -136,6 +136,8 @@ def reference_subjects(kinds: dict[str, str], checks: Iterable[str]) -> list[Sub
         silent = check == "off"
         for name, kind in kinds.items():
             reach = REACH[name]
+            if check not in reach.checks:
+                continue
             cell = cell_of(reach.cell, plant=(name,), silent=silent)
             twin = cell_of(reach.cell, silent=silent)
             found.append(Subject(name, frozenset({kind}), check, cell, twin, reach.workload))

@@ -22,18 +22,22 @@ CELLS: Mapping[str, Features] = {
     "retract": replace(SMALL, retract=Retract(3)),
     "eagle-v1": replace(SMALL, speculative=V1),
     "eagle-v2": replace(SMALL, speculative=V2),
-    "eagle-v2-page-16-retract": replace(SMALL, speculative=V2, page_size=16, retract=Retract(3)),
+    "eagle-v2-retract": replace(SMALL, speculative=V2, retract=Retract(3)),
     "swa": SMALL,
-    "swa-retract": replace(SMALL, retract=Retract(3)),
+    "swa-page-128": replace(SMALL, page_size=128),  # a page holds the whole window of 64 tokens
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """A cell of :data:`CELLS`, and a workload that provokes the fault there."""
+    """A cell of :data:`CELLS`, and a workload that provokes the fault there.
+
+    ``checks``: with the engine's own check on or off; a fault of the check itself is there only when it is on.
+    """
 
     cell: str
     workload: str
+    checks: tuple[str, ...] = ("on", "off")
 
 
 REACH: Mapping[str, Reach] = {
@@ -49,6 +53,15 @@ REACH: Mapping[str, Reach] = {
     "cached-tokens-off-by-one": Reach("plain", "kv-inheritance"),
     "stale-kv-slot": Reach("plain", "kv-inheritance"),
     "health-lies-when-stuck": Reach("plain", "first-mid-abort"),
+    "bonus-slot-race": Reach("eagle-v2", "stress-concurrent"),
+    "bonus-claimed-twice": Reach("eagle-v2", "stress-concurrent"),
+    "overshoot-untrimmed": Reach("eagle-v2", "stress-concurrent"),
+    "spec-reject-slots-kept": Reach("eagle-v1", "stress-concurrent"),
+    "late-result-after-retract": Reach("eagle-v2-retract", "stress-concurrent"),
+    "partial-page-freed": Reach("page-16", "stress-concurrent"),
+    "lent-slot-double-count": Reach("plain", "stress-concurrent", ("on",)),
+    "swa-cursor-uncapped": Reach("swa", "nth-mid-abort"),
+    "swa-page-ge-window": Reach("swa-page-128", "stress-concurrent"),
 }
 
 
