@@ -121,7 +121,7 @@ def broken_accounts(facts: CaseFacts, pool: str) -> list[LogEvent]:
 def _by_release(
     facts: CaseFacts, pool: str, tokens: int | None, ways: dict[str, list[OpRecord]]
 ) -> Attribution | None:
-    """By ``Session KV released`` lines: the one closed session that has none while others have."""
+    """By ``Session KV released`` lines: the one closed session that has none, if it held as many tokens."""
     released = {
         str(event.fields["session"])
         for event in of_meaning(facts.log, "session")
@@ -136,7 +136,8 @@ def _by_release(
         for session, record in opened.items()
         if session in finished and record.reply.session_id not in released and session not in released
     ]
-    if len(silent) != 1 or not released:
+    page = facts.cell.features.page_size
+    if len(silent) != 1 or not released or tokens not in _held(silent[0], _totals(facts), page):
         return None
     session = silent[0].op.session
     odd = [r for records in ways.values() for r in records if r.op.session == session]
@@ -157,7 +158,7 @@ def _by_amount(
     if not tokens:
         return None
     page = facts.cell.features.page_size
-    totals = {name: len(ledger.history) for name, ledger in sessions(facts.of_phase("workload")).items()}
+    totals = _totals(facts)
     odd = {id(record): record for records in ways.values() for record in records}
     single = [record for record in odd.values() if tokens in _held(record, totals, page)]
     if len(single) == 1 and (len(odd) == 1 or tokens > page):
@@ -181,6 +182,11 @@ def _by_amount(
     ((way, text),) = fits.items()
     kinds = ("K10", *_kinds(None, ways)) if way == "locked" else _kinds(ways[way][0], ways)
     return Attribution(None, kinds, (f"By the amount: {text}.",))
+
+
+def _totals(facts: CaseFacts) -> dict[str, int]:
+    """How many tokens each session's history had in the end."""
+    return {name: len(ledger.history) for name, ledger in sessions(facts.of_phase("workload")).items()}
 
 
 def _held(record: OpRecord, totals: dict[str, int], page: int) -> tuple[int, ...]:
