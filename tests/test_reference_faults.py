@@ -246,9 +246,20 @@ def seen(name: str, models: Path, plant: tuple[str, ...], **more: Any) -> str:
         settings["speculation"] = Speculation(models / "draft", 3, settings.pop("v2", True))
     client = Client(Options(folder, streaming_sessions=True, plant=plant, **settings))
     try:
-        return function(client, random.Random(3))
+        return function(client, random.Random(3)) or not_given_back(client)
     except MemoryFault as fault:
         return str(fault)
+
+
+def not_given_back(client: Client) -> str:
+    """What is still in use when every session is closed."""
+    for session in list(client.scheduler.sessions.by_id):
+        client.scheduler.close_session(session)
+    client.drain()
+    rows = client.scheduler.cache.memory.rows
+    if client.used or len(rows.free) != rows.total:
+        return f"used {client.used} tokens and {rows.total - len(rows.free)} rows at rest"
+    return ""
 
 
 def test_every_fault_has_a_scenario() -> None:
@@ -265,10 +276,14 @@ def test_same_traffic_without_the_fault_shows_nothing(name: str, models: Path) -
     assert seen(name, models, ()) == ""
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_silent_engine_lives_with_every_fault(name: str, models: Path) -> None:
+# Counting twice in the check alone harms nobody: with the check off there is nothing to see.
+HARMLESS = {"lent-slot-double-count"}
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS.keys() - HARMLESS))
+def test_silent_engine_lives_and_the_client_sees_it(name: str, models: Path) -> None:
     said = seen(name, models, (name,), silent=True)
-    assert not said.startswith(("Full", "pool", "req_to_token", "KV"))
+    assert said.startswith(("used", "cached_tokens", "prompt_tokens", "log-prob", "stuck"))
 
 
 def test_unknown_fault_names_the_known_ones() -> None:
