@@ -13,6 +13,7 @@ from pytest_kvcheck.oracles.conservation import judge_conservation
 from pytest_kvcheck.oracles.engine_log import judge_engine_log
 from pytest_kvcheck.oracles.residue import judge_residue
 from pytest_kvcheck.oracles.rows import judge_rows
+from pytest_kvcheck.oracles.soak import judge_soak
 from pytest_kvcheck.trace import GaugeSample, OpRecord, PoolGauge, Reply
 
 ABORTED = op_record("turn", 7, session="s1", input_ids=tuple(range(20)), label="s1 turn 2", at=5.0,
@@ -219,6 +220,15 @@ def test_all_rows_or_slow_admission_is_no_leak() -> None:
     assert judge_rows(facts_of(slow)) == []
 
 
+def test_requests_that_are_held_up_on_their_way_are_no_missing_rows() -> None:
+    late = [*probe(1, 8, 8, lasts=10.0), *probe(2, 8, 8, lasts=30.0)]
+    for record in (late[0], late[8]):
+        record.first_token, record.ended = record.ended + 5.0, record.ended + 15.0
+    for record in (late[1], late[9]):
+        record.first_token = record.ended - 1.0
+    assert judge_rows(facts_of(late)) == []
+
+
 def test_rows_that_an_engine_keeps_for_itself_are_not_missing() -> None:
     own = probe(9, 7, 8, when="before")
     assert judge_rows(facts_of([*own, *probe(1, 7, 8), *probe(2, 7, 8, lasts=30.0)])) == []
@@ -228,6 +238,29 @@ def test_rows_that_an_engine_keeps_for_itself_are_not_missing() -> None:
 def test_a_lagging_client_says_nothing_about_rows() -> None:
     facts = facts_of([*probe(1, 6, 8), *probe(2, 6, 8, lasts=30.0)], client_lag=3.0)
     assert judge_rows(facts) == []
+
+
+# --- soak ----------------------------------------------------------------------------------------------
+def soak(*used: int) -> list[Any]:
+    rests = [
+        op_record("wait", n, label=f"batch {n + 1} at rest", at=10.0 * n, lasts=1.0) for n in range(len(used))
+    ]
+    samples = [sample(gauges(used=count), t=10.0 * n + 0.5) for n, count in enumerate(used)]
+    busy = [sample(gauges(used=900), t=10.0 * n + 0.7, running=1) for n in range(len(used))]
+    return judge_soak(facts_of(rests, samples=sorted([*samples, *busy], key=lambda s: s.t)))
+
+
+def test_what_grows_from_batch_to_batch_is_a_leak() -> None:
+    (finding,) = soak(0, 14, 28, 42, 56)
+    assert (finding.status, finding.tokens, finding.kind) == ("leak", 42, "K01")
+    assert "0, 14, 28, 42, 56" in finding.paragraph()
+
+
+@pytest.mark.parametrize(
+    "used", [(0, 0, 0, 0, 0), (0, 64, 64, 64, 64), (0, 5, 0, 7, 0), (9, 9, 9), (0, 0, 4, 4, 4, 4)]
+)
+def test_what_fills_once_or_comes_back_is_none(used: tuple[int, ...]) -> None:
+    assert soak(*used) == []
 
 
 # --- the engine's log ----------------------------------------------------------------------------------

@@ -17,12 +17,14 @@ from pytest_kvcheck.oracles.protocol import judge_protocol
 from pytest_kvcheck.oracles.residue import judge_residue
 from pytest_kvcheck.oracles.rows import judge_rows
 from pytest_kvcheck.oracles.session_arithmetic import judge_session_arithmetic
+from pytest_kvcheck.oracles.soak import judge_soak
 
 # In order of trust: of two findings that are equally grave, the one that says more about the owner comes first.
 ORACLES: dict[str, Oracle] = {
     "conservation": judge_conservation,
     "engine_log": judge_engine_log,
     "rows": judge_rows,
+    "soak": judge_soak,
     "session_arithmetic": judge_session_arithmetic,
     "logprobs": judge_logprobs,
     "self_test": self_test,

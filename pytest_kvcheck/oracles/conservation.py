@@ -24,7 +24,7 @@ def judge_conservation(facts: CaseFacts) -> list[Finding]:
     if facts.idle is None:
         return [_unread("no account of the server at rest was taken", ())]
     found = _gaps(facts, facts.idle)
-    if facts.server.attached and (reason := _foreign(facts)):
+    if facts.server.attached and (reason := foreign(facts)):
         grown = [name for name, used in _growth(facts).items() if used]
         return [*found, _unread(f"pool {', '.join(grown)} changed, but {reason}", ())] if grown else found
     for gauge in facts.idle.pools:
@@ -57,7 +57,7 @@ def _growth(facts: CaseFacts) -> dict[str, int]:
     return {gauge.pool: (used_of(gauge) or 0) - _before(facts, gauge.pool) for gauge in pools}
 
 
-def _foreign(facts: CaseFacts) -> str:
+def foreign(facts: CaseFacts) -> str:
     """Why others may have changed an attached server's account meanwhile, or ""."""
     for when, sample in (("before", facts.baseline), ("after", facts.idle)):
         if sample is not None and (sample.running or sample.waiting):

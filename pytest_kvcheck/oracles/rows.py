@@ -16,12 +16,14 @@ NAME = "rows"
 @dataclass(frozen=True, slots=True)
 class Probe:
     """One probe. ``peak``: the greatest number that ran side by side; ``turned_away``: requests that were sent
-    and got their first token only after another one had ended, while the rest all had theirs before.
+    and got their first token only after another one had ended. ``prompt``: the rest all had theirs in the first
+    half of the time until then, so admission itself was not what took so long.
     """
 
     sent: int
     peak: int
     turned_away: int
+    prompt: bool
 
 
 def read_probe(records: list[OpRecord]) -> Probe | None:
@@ -35,7 +37,9 @@ def read_probe(records: list[OpRecord]) -> Probe | None:
         begin >= first_end and record.started < first_end
         for record, (begin, _) in zip(records, starts, strict=True)
     )
-    return Probe(len(records), peak, late)
+    sent = min(record.started for record in records)
+    admitted = max((begin for begin, _ in starts if begin < first_end), default=first_end)
+    return Probe(len(records), peak, late, admitted - sent <= (first_end - sent) / 2)
 
 
 def judge_rows(facts: CaseFacts) -> list[Finding]:
@@ -59,7 +63,7 @@ def judge_rows(facts: CaseFacts) -> list[Finding]:
     before = [probe.peak for name, probe in read.items() if name.startswith("before")]
     rows = max(before) if before else min(probe.sent for probe in after)
     missing = {rows - probe.peak for probe in after}
-    clean = all(probe.turned_away == probe.sent - probe.peak for probe in after)
+    clean = all(probe.turned_away == probe.sent - probe.peak and probe.prompt for probe in after)
     if len(missing) != 1 or not clean or (lost := missing.pop()) <= 0:
         return []
     why = attribute(facts, "rows", None, lost)
