@@ -151,6 +151,7 @@ def test_a_retract_cell_preempts_what_runs_and_nothing_else() -> None:
             "warning",
         ),
         ("ERROR [core.py:1512] EngineCore encountered a fatal error.", "engine-core-died", "fatal"),
+        ("ERROR [core.py:1512]     assert block.ref_cnt == 0", "block-pool-inconsistent", "leak"),
         (
             "ERROR [x.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: -4), shutting",
             "worker-died",

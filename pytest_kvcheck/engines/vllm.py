@@ -45,6 +45,13 @@ LOG_RULES = (
     LogRule("worker-died", re.compile(r"Worker proc \S+ died unexpectedly"), "fatal"),
     LogRule("worker-exception", re.compile(r"WorkerProc hit an exception"), "fatal"),
     LogRule("output-handler-failed", re.compile(r"AsyncLLM output_handler failed"), "fatal"),
+    # Its block pool's own assertions: a free block that is referenced, a free list that does not add up.
+    LogRule(
+        "block-pool-inconsistent",
+        re.compile(r"assert block\.ref_cnt == 0|called on an invalid block|is out of sync with the free list"),
+        "leak",
+        "K12",
+    ),
     # No leak by itself: a flush while requests run is refused with the same words. The account judges.
     LogRule(
         "blocks-not-freed",
