@@ -51,7 +51,7 @@ def run_sglang(
         "family": family,
         "engine": "sglang",
         "model": {key: str(models / name) for key, name in named.items()},
-        "defaults": {"chunked_prefill": 256, "context_length": 2048, "pool_tokens": 8192, "max_running": 8},
+        "defaults": {"chunked_prefill": 256, "context_length": 2048, "pool_tokens": 16384, "max_running": 16},
         "cells": {"cell": {**features, "env": dict(env or {})}},
         "workloads": list(workloads),
     }
