@@ -6,8 +6,9 @@ from pathlib import Path
 
 from pytest_kvcheck.cells import Case
 from pytest_kvcheck.judge import Bench
+from pytest_kvcheck.oracles.logprobs import measure
 from pytest_kvcheck.report.results import CaseResult
-from pytest_kvcheck.shrink.emit import emit
+from pytest_kvcheck.shrink.emit import Launch, emit
 from pytest_kvcheck.shrink.minimise import Budget, Minimised, minimise, worst
 from pytest_kvcheck.shrink.probe import BenchProbe
 from pytest_kvcheck.shrink.recorded import recorded
@@ -38,10 +39,18 @@ def shrink_trace(bench: Bench, case: Case, trace: Path, budget: Budget | None = 
     probe = BenchProbe(bench, case, target, folder / "probe")
     made = minimise(was.plan, case.cell, target, probe, budget=budget, progress=bench.progress)
     if made is not None:
-        bench.examine(_with_cell(case, made), made.plan, folder, focus=probe.focus)
-        emit(folder, made)
+        _write(bench, Case(made.cell, case.workload, case.repeat), made, folder, probe)
     return made
 
 
-def _with_cell(case: Case, made: Minimised) -> Case:
-    return Case(made.cell, case.workload, case.repeat)
+def _write(bench: Bench, case: Case, made: Minimised, folder: Path, probe: BenchProbe) -> None:
+    """Run the minimised plan once more for its trace, and write the program from what was seen."""
+    facts, _ = bench.examine(case, made.plan, folder, focus=probe.focus)
+    header = recorded(folder / "trace.jsonl").header
+    emit(
+        folder,
+        made,
+        Launch.of(header),
+        tolerance=measure(facts.records).limit,
+        cached=facts.promises.expected_cached,
+    )
