@@ -84,9 +84,8 @@ class Examination:
         watch.close()
         facts.idle, facts.idle_reached, facts.idle_wait = settled.account, settled.reached, settled.waited
         self.trace.write(settled.account)
-        if self.server.alive():
-            if self._matters(PROBED):
-                self._probe()
+        # A server that serves nothing is asked nothing more: every further question would wait its whole time.
+        if self.server.alive() and (not self._matters(PROBED) or self._probe()):
             if self._matters(REPLAYED):
                 self._replay(facts)
             else:
@@ -147,16 +146,22 @@ class Examination:
             "drain",
         )
 
-    def _probe(self) -> None:
-        """A real request, then as many at once as there are request rows; again where that was not enough."""
+    def _probe(self) -> bool:
+        """A real request, then as many at once as there are request rows; each again if that was not enough.
+
+        Returns whether the server serves a request at all.
+        """
         cell, vocab = self.case.cell, self.bed.vocab_size
+        served = False
         for attempt in (1, 2):
             done = self._run(replay.canary_plan(cell, vocab, self.seed, attempt).operations, "probe")
-            if all(record.reply.finish in ("length", "stop") for record in done):
+            served = all(record.reply.finish in ("length", "stop") for record in done)
+            if served:
                 break
         for attempt in (1, 2):
-            if self._row_probe(attempt, "after"):
+            if not served or self._row_probe(attempt, "after"):
                 break
+        return served
 
     def _row_probe(self, attempt: int, when: str) -> bool:
         """Whether as many requests as there are rows ran side by side (or could not be asked to)."""

@@ -18,6 +18,9 @@ from pytest_kvcheck.trace import Clock, Finish, OpRecord, Phase, Reply, TraceWri
 from pytest_kvcheck.workloads.plan import check_plan
 
 SUPERVISE_EVERY = 0.25
+# With requests in flight, nothing shown and nothing ended for this long means that nothing will come: a first
+# request on a cold engine takes up to 30 s. Later operations would only wait their deadlines one by one.
+STALL = 90.0
 
 
 @dataclass(slots=True)
@@ -97,6 +100,7 @@ class _Run:
                 self._dependents[earlier].append(op.id)
         self._budget = budget
         self._ends = float("inf") if budget is None else runner.clock.now() + budget
+        self._moved = (0, 0), runner.clock.now()
         self._stop: tuple[Finish, str] | None = None
         self._stopped = asyncio.Event()
         self._cancelled = False
@@ -151,6 +155,13 @@ class _Run:
         shown = (flight.last_shown for flight in self._flights.values() if flight.last_shown is not None)
         if record.op.generates and took >= record.op.deadline and max(shown, default=0.0) <= record.started:
             self._halt("timeout", f"the server is stuck: no request showed a token for {took:.0f} s")
+
+    def _stalled(self) -> bool:
+        """Whether the server has done nothing for anybody for too long, by all that the client can see."""
+        state = len(self._records), sum(flight.shown for flight in self._flights.values())
+        if state != self._moved[0]:
+            self._moved = state, self._clock.now()
+        return self._clock.now() - self._moved[1] > STALL
 
     def _start(self, number: int) -> None:
         task = asyncio.create_task(self._operate(self._operations[number]), name=f"kvcheck-op-{number}")
