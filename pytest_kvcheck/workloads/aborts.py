@@ -127,7 +127,7 @@ def _prefill_abort(context: WorkloadContext) -> Plan:
     """A prompt of many chunks is aborted before it shows a token, beside a request that goes on decoding."""
     plan = context.builder("prefill-abort")
     chunk = context.chunk or 1
-    size = min(share(context.cell, 3) - 64, context.number("chunks") * chunk)
+    size = min(share(context.cell, 3) - 128, context.number("chunks") * chunk)
     plan.generate(chunk + 5, 2, label="a prompt of two chunks")
     plan.fence()
     for round_ in range(context.rounds):
@@ -152,9 +152,9 @@ def _prefill_abort_applies(cell: Cell, params: Numbers) -> str | None:
     chunk = cell.features.chunked_prefill
     if chunk is None:
         return "needs chunked_prefill"
-    if 2 * chunk > longest(cell) - 64:
+    if 2 * chunk > longest(cell) - 128:
         return f"needs a context of more than two chunks of {chunk} tokens"
-    return room(cell, 3, 2 * chunk + 64)
+    return room(cell, 3, 2 * chunk + 128)
 
 
 def _mid_abort_applies(cell: Cell, params: Numbers) -> str | None:
