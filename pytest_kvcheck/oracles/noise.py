@@ -27,10 +27,14 @@ OUTLIER_TIMES = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Deltas (observed less reference, in nats) of one set of tokens. ``kl``: mean of ``exp(r) - 1 - r``."""
+    """Deltas (observed less reference, in nats) of one set of tokens; ``second`` is the second greatest.
+
+    ``kl``: mean of ``exp(r) - 1 - r``.
+    """
 
     count: int = 0
     greatest: float = 0.0
+    second: float = 0.0
     p99: float = 0.0
     mean: float = 0.0
     kl: float = 0.0
@@ -46,6 +50,7 @@ class Spread:
         return cls(
             count=len(values),
             greatest=sizes[-1],
+            second=sizes[-2] if len(sizes) > 1 else 0.0,
             p99=sizes[min(len(sizes) - 1, math.ceil(0.99 * len(sizes)) - 1)],
             mean=sum(sizes) / len(sizes),
             kl=sum(math.expm1(ratio) - ratio for ratio in ratios) / len(values),
@@ -84,8 +89,13 @@ class Floor:
         return allowance(min(self.spread.greatest, CEILING)) if self.known else 0.2
 
     def explains(self, spread: Spread) -> bool:
-        """Whether noise explains these deltas of one request. The mean is judged from four tokens on."""
-        if spread.greatest > self.limit:
+        """Whether noise explains these deltas of one request. The mean is judged from four tokens on.
+
+        One token a little above the limit, with none beside it, is what the tail of coarse arithmetic looks
+        like: a wrong slot moves most of the tokens behind it.
+        """
+        alone = spread.count > 1 and spread.greatest <= 2 * self.limit and spread.second <= self.limit / 2
+        if spread.greatest > self.limit and not alone:
             return False
         return spread.count < 4 or spread.mean <= max(5 * self.spread.mean, self.limit / 3)
 
