@@ -120,6 +120,8 @@ MUTANTS = (
         kinds=frozenset({"K14", "K01"}),
         outcomes=LEAK,
         workload="stress-concurrent",
+        # Every token that leaves the window is lost: a small pool would starve before the verdict.
+        cell={"pool_tokens": 131072},
         model="tiny-swa",
     ),
 )
