@@ -46,6 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults.add_argument("--budget", type=float, default=6.0, help="seconds of load a case (default: 6)")
     faults.add_argument("--artifacts", type=Path, default=Path(".kvcheck"), help="where traces and logs go")
     faults.add_argument("--output", type=Path, help="write the table as Markdown (docs/detection.md)")
+    replay = command("replay", _replay, "Run a trace's plan again: fixed (0), still failing (1), diverged (3)")
+    replay.add_argument("--times", type=int, default=3, help="runs that must pass for fixed (default: 3)")
+    shrink = command("shrink", _shrink, "Minimise a failing trace: repro.py and issue.md beside it")
+    shrink.add_argument("--probes", type=int, default=150, help="most runs of smaller plans (default: 150)")
+    shrink.add_argument("--seconds", type=float, default=900.0, help="most seconds (default: 900)")
+    for each in (replay, shrink):
+        each.add_argument("trace", type=Path, help="a trace.jsonl, or the folder that holds it")
+        each.add_argument("--url", help="attach to this running server instead of starting one")
+        each.add_argument("--python", help="interpreter of the engine's own environment")
+        each.add_argument("--device", choices=("cpu", "cuda"), help="instead of the trace's own")
+        each.add_argument("--model", help="instead of the trace's own: a folder or a hub id")
+        each.add_argument("--artifacts", type=Path, default=Path(".kvcheck"), help="where logs go")
     command("schema", _schema, "Print the JSON Schema of a matrix, for editors")
     report = command("report", _report, "Write the HTML report of an artifacts folder")
     report.add_argument("dir", type=Path)
@@ -93,6 +105,18 @@ def _faults(chosen: argparse.Namespace) -> int:
     for fault in faults:
         print(f"{fault['name']:32} {fault['kind']}  {fault['what']}")
     return 0
+
+
+def _replay(chosen: argparse.Namespace) -> int:
+    from pytest_kvcheck.shrink.commands import replay_command
+
+    return replay_command(chosen)
+
+
+def _shrink(chosen: argparse.Namespace) -> int:
+    from pytest_kvcheck.shrink.commands import shrink_command
+
+    return shrink_command(chosen)
 
 
 def _recipes() -> dict[str, Path]:

@@ -60,16 +60,17 @@ class Bench:
         self._failures: dict[str, _Failure] = {}
         self._versions: dict[str, str] = {}
 
-    def run(self, case: Case, case_id: str, *, last: bool) -> CaseResult:
+    def run(self, case: Case, case_id: str, *, last: bool, plan: Plan | None = None) -> CaseResult:
         """Run one case. Whatever goes wrong becomes its result; only ``KeyboardInterrupt`` gets out.
 
         ``last``: no other case needs this server, so it is stopped and its remains are part of the verdict.
+        ``plan``: what to run instead of the workload's own plan.
         """
         started = time.monotonic()
         result = self._blank(case, case_id)
-        folder = self.settings.artifacts / _slug(case_id)
+        folder = case_folder(self.settings, case_id)
         try:
-            result = self._run(case, result, folder, last)
+            result = self._run(case, result, folder, last, plan)
         except LaunchError as error:
             result = replace(result, outcome="error", reason=str(error))
         except Exception as error:
@@ -92,12 +93,12 @@ class Bench:
         self._stop()
 
     # --- one case --------------------------------------------------------------------------------
-    def _run(self, case: Case, result: CaseResult, folder: Path, last: bool) -> CaseResult:
+    def _run(self, case: Case, result: CaseResult, folder: Path, last: bool, plan: Plan | None) -> CaseResult:
         reason = self._why_not(case)
         if reason is not None:
             return replace(result, outcome="skipped", reason=reason)
         bed = self.bed_for(case.cell, result.id)
-        plan = self._plan(case, bed, result.seed)
+        plan = plan or self._plan(case, bed, result.seed)
         argv = list(bed.server.argv)
         facts, findings = self.examine(case, plan, folder, last=last)
         return self._result(result, facts, findings, folder, argv)
@@ -312,6 +313,11 @@ def _mended(bed: Bed, findings: list[Finding]) -> bool:
     # A flush gives back tokens; nothing is known to give back rows, or to free what hangs.
     lasting = any(finding.oracle == "rows" or finding.status in ("stuck", "crash") for finding in findings)
     return not lasting and clean(server.engine.sample(server.control, bed.clock.now()))
+
+
+def case_folder(settings: Settings, case_id: str) -> Path:
+    """Where the trace, the gauges and the result of a case lie."""
+    return settings.artifacts / _slug(case_id)
 
 
 def _slug(case_id: str) -> str:

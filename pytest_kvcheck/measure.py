@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pytest_kvcheck.reach import REACH, cell_of
 from pytest_kvcheck.report.results import CaseResult
 from pytest_kvcheck.settings import Settings
 from pytest_kvcheck.shrink.case import shrink_case
+from pytest_kvcheck.shrink.minimise import NO_FAULT
 from pytest_kvcheck.trace import OpRecord, read_trace
 
 _HEAD = """# Detection
@@ -24,8 +26,6 @@ and off. `named` says whether the finding's first kind is the planted one (right
 that fit the observation too (also). `requests` and `seconds` are those of the load until the verdict; `repro`
 is the size of the minimised plan. Made by `kvcheck faults --measure`.
 """
-# Findings that say nothing about a fault.
-NO_VERDICT = ("unexercised", "inconclusive")
 Size = Callable[[Case, CaseResult], int | None]
 
 
@@ -38,7 +38,7 @@ class Subject:
     check: str
     cell: Cell
     twin: Cell
-    workload: str
+    workload: WorkloadRef
 
 
 @dataclass(slots=True)
@@ -154,23 +154,23 @@ def measure(
     """Run every subject and every distinct twin once. ``size`` minimises a found case and says how far."""
     found = Measurement()
     began = time.monotonic()
-    twins = {(s.check, s.twin.name, s.workload): s.twin for s in subjects}
-    for at, ((check, name, workload), cell) in enumerate(twins.items()):
-        result = bench.run(
-            _case(cell, workload), f"clean-{check}::{name}::{workload}", last=at == len(twins) - 1
-        )
+    twins = {(s.twin.launch_key, s.workload.name): s for s in subjects}
+    # Those of one launch key stand together and share a server.
+    ordered = [twins[key] for key in sorted(twins)]
+    for subject, following in itertools.zip_longest(ordered, ordered[1:]):
+        last = following is None or following.twin.launch_key != subject.twin.launch_key
+        case_id = f"clean-{subject.check}::{subject.twin.name}::{subject.workload.name}"
+        result = bench.run(Case(subject.twin, subject.workload), case_id, last=last)
         if result.outcome != "passed":
-            found.alarms[result.id] = f"{result.outcome}: {result.reason}"
-        progress(f"clean twin {result.id}: {result.outcome}")
+            found.alarms[case_id] = f"{result.outcome}: {result.reason}"
+        progress(f"clean twin {case_id}: {result.outcome}")
     found.twins = len(twins)
     for subject in subjects:
-        case = _case(subject.cell, subject.workload)
-        result = bench.run(
-            case, f"{subject.name}-{subject.check}::{subject.cell.name}::{subject.workload}", last=True
-        )
-        row = Row(
-            subject, result.outcome, result.reason, [f for f in result.findings if f.status not in NO_VERDICT]
-        )
+        case = Case(subject.cell, subject.workload)
+        case_id = f"{subject.name}-{subject.check}::{subject.cell.name}::{subject.workload.name}"
+        result = bench.run(case, case_id, last=True)
+        defects = [finding for finding in result.findings if finding.status not in NO_FAULT]
+        row = Row(subject, result.outcome, result.reason, defects)
         row.requests, row.seconds = _effort(result)
         if size is not None and row.found:
             row.operations = size(case, result)
@@ -178,10 +178,6 @@ def measure(
         progress(f"{subject.name}, check {subject.check}: {row.outcome} {_kinds(row)}")
     found.seconds = time.monotonic() - began
     return found
-
-
-def _case(cell: Cell, workload: str) -> Case:
-    return Case(cell, WorkloadRef(workload))
 
 
 def _effort(result: CaseResult) -> tuple[int, float]:
@@ -212,7 +208,7 @@ def table(measured: Measurement) -> str:
             f"`{subject.name}`",
             "/".join(sorted(subject.kinds)),
             subject.check,
-            f"{subject.cell.name} :: {subject.workload}",
+            f"{subject.cell.name} :: {subject.workload.name}",
             row.outcome if row.found else f"**missed** ({row.outcome})",
             f"{row.named}: {_kinds(row)}" if row.found else "",
             ", ".join(dict.fromkeys(finding.oracle for finding in row.defects)),

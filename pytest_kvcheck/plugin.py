@@ -83,6 +83,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Turn the engine's own memory checks off, so that only the black-box oracles judge",
     )
+    add(
+        "--kvcheck-shrink",
+        action="store_true",
+        help="Minimise each failing case after its verdict: repro.py and issue.md beside its trace",
+    )
+    add(
+        "--no-kvcheck-shrink",
+        action="store_false",
+        dest="kvcheck_shrink",
+        help="Do not minimise failing cases (default)",
+    )
     for name, what in (
         ("kvcheck_engine", "Engine to run the cells on"),
         ("kvcheck_python", "Interpreter of the engine's own environment"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pytest_kvcheck.cells import Cell, Features, Model, Retract, Speculative
+from pytest_kvcheck.cells import Cell, Features, Model, Retract, Speculative, WorkloadRef
 from pytest_kvcheck.matrix.loader import load, resolve
 from pytest_kvcheck.workloads import parameter_names
 
@@ -36,32 +36,34 @@ class Reach:
     """
 
     cell: str
-    workload: str
+    workload: WorkloadRef
     checks: tuple[str, ...] = ("on", "off")
 
 
+# A few sessions side by side, with a few turns each.
+STRESS = WorkloadRef("stress-concurrent", {"sessions": 3, "plain": 1, "turns": 4})
 REACH: Mapping[str, Reach] = {
-    "retract-tail": Reach("retract", "stress-concurrent"),
-    "stale-tail-on-next-turn": Reach("plain", "nth-mid-abort"),
-    "abort-queued-row": Reach("plain", "queued-abort"),
-    "abort-prefill-chunk": Reach("plain", "prefill-abort"),
-    "aborted-turn-kept-as-history": Reach("plain", "nth-mid-abort"),
-    "lock-never-released": Reach("plain", "stress-concurrent"),
-    "double-free": Reach("page-16", "stress-concurrent"),
-    "close-in-flight-leak": Reach("plain", "close-in-flight"),
-    "session-timeout-leak": Reach("plain", "session-timeout"),
-    "cached-tokens-off-by-one": Reach("plain", "kv-inheritance"),
-    "stale-kv-slot": Reach("plain", "kv-inheritance"),
-    "health-lies-when-stuck": Reach("plain", "first-mid-abort"),
-    "bonus-slot-race": Reach("eagle-v2", "stress-concurrent"),
-    "bonus-claimed-twice": Reach("eagle-v2", "stress-concurrent"),
-    "overshoot-untrimmed": Reach("eagle-v2", "stress-concurrent"),
-    "spec-reject-slots-kept": Reach("eagle-v1", "stress-concurrent"),
-    "late-result-after-retract": Reach("eagle-v2-retract", "stress-concurrent"),
-    "partial-page-freed": Reach("page-16", "stress-concurrent"),
-    "lent-slot-double-count": Reach("plain", "stress-concurrent", ("on",)),
-    "swa-cursor-uncapped": Reach("swa", "nth-mid-abort"),
-    "swa-page-ge-window": Reach("swa-page-128", "stress-concurrent"),
+    "retract-tail": Reach("retract", STRESS),
+    "stale-tail-on-next-turn": Reach("plain", WorkloadRef("nth-mid-abort")),
+    "abort-queued-row": Reach("plain", WorkloadRef("queued-abort")),
+    "abort-prefill-chunk": Reach("plain", WorkloadRef("prefill-abort")),
+    "aborted-turn-kept-as-history": Reach("plain", WorkloadRef("nth-mid-abort")),
+    "lock-never-released": Reach("plain", STRESS),
+    "double-free": Reach("page-16", STRESS),
+    "close-in-flight-leak": Reach("plain", WorkloadRef("close-in-flight")),
+    "session-timeout-leak": Reach("plain", WorkloadRef("session-timeout")),
+    "cached-tokens-off-by-one": Reach("plain", WorkloadRef("kv-inheritance")),
+    "stale-kv-slot": Reach("plain", WorkloadRef("kv-inheritance")),
+    "health-lies-when-stuck": Reach("plain", WorkloadRef("first-mid-abort")),
+    "bonus-slot-race": Reach("eagle-v2", STRESS),
+    "bonus-claimed-twice": Reach("eagle-v2", STRESS),
+    "overshoot-untrimmed": Reach("eagle-v2", STRESS),
+    "spec-reject-slots-kept": Reach("eagle-v1", STRESS),
+    "late-result-after-retract": Reach("eagle-v2-retract", STRESS),
+    "partial-page-freed": Reach("page-16", STRESS),
+    "lent-slot-double-count": Reach("plain", STRESS, ("on",)),
+    "swa-cursor-uncapped": Reach("swa", WorkloadRef("nth-mid-abort")),
+    "swa-page-ge-window": Reach("swa-page-128", STRESS),
 }
 
 

@@ -77,9 +77,9 @@ class KvSession:
         following = self.upcoming
         key = item.case.cell.launch_key
         last = not (isinstance(following, KvItem) and following.case.cell.launch_key == key)
-        case_id = item.plain_id
-        result: CaseResult = self.bench().run(item.case, case_id, last=last)
-        return result
+        from pytest_kvcheck.shrink.kept import run_case
+
+        return run_case(self.bench(), item.case, item.plain_id, last=last)
 
     def bench(self) -> Any:
         """What launches servers and judges cases in this process."""

@@ -29,6 +29,7 @@ class Settings:
     shard: tuple[int, int] | None = None
     plant: tuple[str, ...] = ()
     silent: bool = False
+    shrink: bool = False
 
 
 def from_config(config: pytest.Config) -> Settings:
@@ -79,6 +80,7 @@ def from_config(config: pytest.Config) -> Settings:
         shard=_shard(value("shard")),
         plant=tuple(config.option.kvcheck_plant),
         silent=bool(config.option.kvcheck_silent),
+        shrink=bool(config.option.kvcheck_shrink),
     )
 
 

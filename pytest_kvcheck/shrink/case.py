@@ -37,9 +37,12 @@ def shrink_trace(bench: Bench, case: Case, trace: Path, budget: Budget | None = 
         raise ValueError(f"{trace}: expected findings to minimise, found none")
     folder = trace.parent / FOLDER
     probe = BenchProbe(bench, case, target, folder / "probe")
-    made = minimise(was.plan, case.cell, target, probe, budget=budget, progress=bench.progress)
-    if made is not None:
-        _write(bench, Case(made.cell, case.workload, case.repeat), made, folder, probe)
+    try:
+        made = minimise(was.plan, case.cell, target, probe, budget=budget, progress=bench.progress)
+        if made is not None:
+            _write(bench, Case(made.cell, case.workload, case.repeat), made, folder, probe)
+    finally:
+        bench.close()  # its server was measured for this search only
     return made
 
 

@@ -1,0 +1,88 @@
+"""``kvcheck replay`` and ``kvcheck shrink``: a trace on a server that is started, or attached to, for it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from pytest_kvcheck.cells import Case
+from pytest_kvcheck.judge import Bench
+from pytest_kvcheck.launch.errors import LaunchError
+from pytest_kvcheck.settings import Settings
+from pytest_kvcheck.shrink.case import FOLDER, shrink_trace
+from pytest_kvcheck.shrink.emit import REPRO
+from pytest_kvcheck.shrink.minimise import Budget
+from pytest_kvcheck.shrink.recorded import Recorded, recorded
+from pytest_kvcheck.shrink.replay import case_of, replay
+
+# The exit status for bad usage and for servers that do not start.
+NO_RUN = 2
+
+
+def replay_command(chosen: argparse.Namespace) -> int:
+    """Exit status 0: fixed (or passes as recorded), 1: failing, 3: diverged, 2: could not be run.
+
+    Raises ``OSError`` and ``ValueError`` for a file that is no trace.
+    """
+    was, case = _recorded(chosen)
+    with _bench(chosen) as bench:
+        try:
+            verdict = replay(was, case, bench, bench.settings.artifacts / "replay", max(1, chosen.times))
+        except LaunchError as error:
+            print(f"kvcheck replay: {error}", file=sys.stderr)
+            return NO_RUN
+    print(verdict.text)
+    return verdict.status
+
+
+def shrink_command(chosen: argparse.Namespace) -> int:
+    """Exit status 0: minimised, 1: it did not come again, 2: could not be run.
+
+    Raises ``OSError`` and ``ValueError`` for a file that is no trace, or one without a fault.
+    """
+    _, case = _recorded(chosen)
+    with _bench(chosen) as bench:
+        try:
+            made = shrink_trace(bench, case, _trace(chosen), Budget(chosen.probes, chosen.seconds))
+        except LaunchError as error:
+            print(f"kvcheck shrink: {error}", file=sys.stderr)
+            return NO_RUN
+    if made is None:
+        print("the failure did not come again; run it more often: kvcheck replay --times 20")
+        return 1
+    spent = ", the budget ended the search" if made.exhausted else ""
+    print(f"{made.operations_before} -> {made.operations} operations in {made.probes} probes{spent}")
+    print(f"before: {made.first}; minimised: {made.last}")
+    print(made.finding.paragraph())
+    print(_trace(chosen).parent / FOLDER / REPRO)
+    return 0
+
+
+def _trace(chosen: argparse.Namespace) -> Path:
+    path: Path = chosen.trace
+    return path / "trace.jsonl" if path.is_dir() else path
+
+
+def _recorded(chosen: argparse.Namespace) -> tuple[Recorded, Case]:
+    was = recorded(_trace(chosen))
+    case = case_of(was)
+    cell = case.cell
+    if chosen.device:
+        cell = replace(cell, device=chosen.device)
+    if chosen.model:
+        cell = replace(cell, model=replace(cell.model, path=chosen.model))
+    return was, replace(case, cell=cell)
+
+
+@contextmanager
+def _bench(chosen: argparse.Namespace) -> Iterator[Bench]:
+    settings = Settings(url=chosen.url, python=chosen.python, artifacts=chosen.artifacts.resolve())
+    bench = Bench(settings, lambda text: print(text, file=sys.stderr, flush=True))
+    try:
+        yield bench
+    finally:
+        bench.close()
