@@ -136,6 +136,11 @@ def test_a_session_that_gives_the_new_part_says_where_it_starts() -> None:
     assert (reply.input_start, reply.input_ids, reply.faults) == (37, [5, 6, 7], [])
 
 
+def test_an_id_that_is_echoed_as_0_is_not_told() -> None:
+    body = changed(input_token_logprobs=pairs([5, 0, 7], None))
+    assert read(operation(logprobs="input", stream=False), body).faults == []
+
+
 # --- refusals and aborts -------------------------------------------------------------------------------
 REFUSED = {"type": "abort", "message": "Streaming sessions do not support offset.", "status_code": 400}
 

@@ -228,8 +228,10 @@ class SglangParser:
         reply.input_start = max(0, prompt - len(values))
         self._check("input", values, none_at=0)
         reply.input_logprobs, reply.input_ids = values, ids
-        sent = list(self._op.input_ids)
-        if values and sent and ids[-len(sent) :] != sent[-len(ids) :]:
+        # SGLang echoes 0 for ids that it takes for placeholders of media, the vocabulary's last id among them.
+        sent = self._op.input_ids[-len(ids) :] if ids else ()
+        told = ids[len(ids) - len(sent) :]
+        if any(own not in (0, theirs) for own, theirs in zip(told, sent, strict=True)):
             self._fault("echo", "input_token_logprobs names other tokens than were sent")
         if self._op.kind == "score":
             # One candidate a position: the list of a position holds one [log-prob, id, text].
