@@ -56,7 +56,8 @@ REACH: Mapping[str, Reach] = {
     "stale-kv-slot": Reach("plain", WorkloadRef("kv-inheritance")),
     "health-lies-when-stuck": Reach("plain", WorkloadRef("first-mid-abort")),
     "bonus-slot-race": Reach("eagle-v2", STRESS),
-    "bonus-claimed-twice": Reach("eagle-v2", STRESS),
+    # The finish caps the length again: no client sees anything of it.
+    "bonus-claimed-twice": Reach("eagle-v2", STRESS, ("on",)),
     "overshoot-untrimmed": Reach("eagle-v2", STRESS),
     "spec-reject-slots-kept": Reach("eagle-v1", STRESS),
     "late-result-after-retract": Reach("eagle-v2-retract", STRESS),

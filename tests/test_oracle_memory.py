@@ -283,6 +283,26 @@ def test_the_engines_own_leak_is_the_news_even_when_it_died_of_it() -> None:
     assert any("exit status -9" in line for line in finding.evidence)
 
 
+def test_the_message_counts_and_not_the_source_that_a_traceback_quotes() -> None:
+    quoted = event("leak", 'raise Fault(f"pool memory leak detected! {account}")', kind="K01", line=3)
+    (finding,) = judge_engine_log(facts_of([FINISHED], log=[quoted, leak_line(available=1128)]))
+    assert (finding.kind, finding.tokens) == ("K12", 128)
+    assert finding.evidence[0].startswith("Log line 9:")
+
+
+def test_requests_that_a_check_cut_off_went_the_way_they_were_on() -> None:
+    cut = Reply(finish="error", message="server died")
+    dead = ServerFacts(alive=False, exit_code=-9)
+    running = op_record("turn", 7, at=5, session="s7", reply=cut, max_new_tokens=40, input_ids=(1,) * 9)
+    abort = op_record("abort", 8, at=5.5, target=7)
+    for others, kind in (([abort], "K03"), ([], "K01")):
+        facts = facts_of([FINISHED, running, *others], log=[leak_line(available=983)], server=dead, idle=None)
+        assert judge_engine_log(facts)[0].kind == kind
+    retracting = event("retract", "Testing retraction. #retracted_reqs: 1", count=1, line=2)
+    facts = facts_of([FINISHED, running], log=[retracting, leak_line(available=983)], server=dead, idle=None)
+    assert judge_engine_log(facts)[0].kind == "K05"
+
+
 def test_a_row_leak_line_counts_rows() -> None:
     line = event(
         "leak", "req_to_token_pool memory leak detected!", kind="K11", total=16, available=14, session_held=1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from pytest_kvcheck.cells import Cell, DeviceName
 from pytest_kvcheck.engines.base import LaunchInputs, LaunchSpec
 from pytest_kvcheck.engines.environment import package_version
 from pytest_kvcheck.engines.sglang import SglangEngine, as_argv
+from pytest_kvcheck.observe.logs import LogRule
 
 
 class ReferenceEngine(SglangEngine):
@@ -40,6 +42,11 @@ class ReferenceEngine(SglangEngine):
         argv = (*command, *as_argv(self.common_flags(inputs) | overlay), *self._plants(cell))
         # The strict check is read from the environment under SGLang's names, as the retract interval is.
         return LaunchSpec(argv, {**self.common_env(inputs), **cell.env}, ready_deadline=60.0, stop_grace=10.0)
+
+    def log_rules(self) -> Sequence[LogRule]:
+        """SGLang's, and the one check that only this engine has. The number tells it from quoted source."""
+        text = re.compile(r"KV length error: committed beyond allocated in Holding\(row=\d+")
+        return (*super().log_rules(), LogRule("length", text, "leak", "K02"))
 
     @staticmethod
     def _plants(cell: Cell) -> Sequence[str]:

@@ -65,7 +65,8 @@ def lost_tokens(event: LogEvent) -> int | None:
 
 
 def _leak(facts: CaseFacts, events: list[LogEvent]) -> Finding:
-    first = events[0]
+    # A traceback quotes the line that raised it, without numbers, before the message that has them.
+    first = next((event for event in events if lost_tokens(event) is not None), events[0])
     rows = first.kind == "K11"
     lost = lost_tokens(first)
     page = facts.cell.features.page_size

@@ -41,12 +41,18 @@ class Attribution:
 def candidates(facts: CaseFacts) -> dict[str, list[OpRecord]]:
     """Requests that did not go the plain way, by how they went."""
     asked = requests(facts.of_phase("workload"))
+    # A check that ends the server leaves those in flight without an answer that says how they went.
+    cut = {r.op.id for r in asked if r.reply.finish == "error" and not facts.server.alive}
+    retracting = bool(of_meaning(facts.log, "retract"))
+    stopped = {
+        r.op.target for r in facts.of_phase("workload") if r.op.kind == "abort" and r.reply.finish == "stop"
+    }
     found = {
         "closed in flight": closed_in_flight(facts),
         "timed out": timed_out_sessions(facts),
         "disconnected": [r for r in asked if r.reply.finish in ("disconnected", "timeout")],
-        "aborted": [r for r in asked if r.reply.finish in ("abort", "rejected")],
-        "retracted": [r for r in asked if r.reply.retractions],
+        "aborted": [r for r in asked if r.reply.finish in ("abort", "rejected") or r.op.id in cut & stopped],
+        "retracted": [r for r in asked if r.reply.retractions or (retracting and r.op.id in cut)],
     }
     return {way: records for way, records in found.items() if records}
 
