@@ -43,6 +43,8 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "v2-page-256": {"page_size": 256, "chunk": 512, "pool": 256 * 40},
     "v2-no-overlap-retract": {"overlap": False, "retract_interval": 3},
     "v2-mixed": {"mixed_chunk": True, "chunk": 32, "retract_interval": 4},
+    "v1-topk-2": {"v2": False, "topk": 2, "draft_tokens": 6},
+    "v2-topk-3-page-16-retract": {"topk": 3, "page_size": 16, "retract_interval": 3},
     "v2-tiny-pool": {"pool": 460, "chunk": 32, "context": 256},
 }
 SLIDING: dict[str, dict[str, Any]] = {
@@ -158,7 +160,8 @@ def test_nothing_leaks_and_logprobs_hold(name: str, models: Path) -> None:
 @pytest.mark.parametrize("name", SPECULATION)
 def test_speculation_leaks_nothing_and_logprobs_hold(name: str, models: Path) -> None:
     changes = dict(SPECULATION[name])
-    speculation = Speculation(models / "draft", 3, changes.pop("v2", True))
+    given = {name: changes.pop(name) for name in ("v2", "topk", "draft_tokens") if name in changes}
+    speculation = Speculation(models / "draft", 3, **given)
     run(options_for(models / "full", {**changes, "speculation": speculation}), 2)
 
 
@@ -168,5 +171,5 @@ def test_sliding_window_leaks_nothing_and_logprobs_hold(name: str, models: Path)
 
 
 def test_speculation_over_a_sliding_window(models: Path) -> None:
-    speculation = Speculation(models / "swa-draft", 3)
+    speculation = Speculation(models / "swa-draft", 3, topk=2, draft_tokens=5)
     run(options_for(models / "swa", {"speculation": speculation, "retract_interval": 3, "page_size": 4}), 1)

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add("--speculative-draft-model-path", type=Path, default=None)
     add("--speculative-num-steps", type=_positive, default=3)
     add("--speculative-eagle-topk", type=_positive, default=1)
-    add("--speculative-num-draft-tokens", type=_positive, default=None)
+    add("--speculative-num-draft-tokens", type=_positive, default=0)
     add(
         "--swa-full-tokens-ratio", type=float, default=0.8, help="the sliding layers' pool against the full one"
     )
@@ -90,15 +90,9 @@ def speculation(args: argparse.Namespace, make: type[Speculation]) -> Speculatio
         return None
     if args.speculative_draft_model_path is None:
         _refuse("--speculative-draft-model-path: expected a draft's folder beside --speculative-algorithm")
-    topk, steps = args.speculative_eagle_topk, args.speculative_num_steps
-    tokens = args.speculative_num_draft_tokens or steps + 1
-    if topk != 1 or tokens != steps + 1:
-        _refuse(
-            "--speculative-eagle-topk, --speculative-num-draft-tokens: expected a chain, 1 and "
-            f"--speculative-num-steps + 1 = {steps + 1}; found {topk} and {tokens}"
-        )
     v2 = os.environ.get("SGLANG_ENABLE_SPEC_V2", "1").lower() not in ("0", "false", "no", "off")
-    return make(args.speculative_draft_model_path, steps, v2)
+    topk, tokens = args.speculative_eagle_topk, args.speculative_num_draft_tokens
+    return make(args.speculative_draft_model_path, args.speculative_num_steps, v2, topk, tokens)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -170,6 +170,36 @@ class Result:
             yield entry
 
 
+@dataclass(frozen=True)
+class Tree:
+    """New tokens that do not all follow one another.
+
+    They take the slots from ``offset`` on behind a request's history. Token i stands ``depth[i]`` positions
+    behind it, and ``seen[i, j]`` says whether it sees the j-th slot there; all see the history.
+    """
+
+    offset: int
+    depth: Ints
+    seen: np.ndarray[Any, np.dtype[np.bool_]]
+
+    @staticmethod
+    def line(length: int) -> Tree:
+        """Tokens that do follow one another."""
+        return Tree(0, np.arange(length), np.tri(length, dtype=np.bool_))
+
+    def depth_of(self, relative: Ints) -> Ints:
+        """The depth of keys by their distance from the history's end."""
+        at = np.clip(relative - self.offset, 0, len(self.depth) - 1)
+        return np.where(relative < 0, relative, self.depth[at])
+
+    def sees(self, relative: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which keys each token sees, [count, tokens, keys]; ``relative`` [count, keys] is their distance from
+        the history's end (negative: in the history)."""
+        last = self.seen.shape[1] - 1
+        behind = self.seen[:, np.clip(relative, 0, last)].transpose(1, 0, 2)
+        return np.where(relative[:, None] < 0, True, behind & (relative <= last)[:, None])
+
+
 class BatchBuilder:
     """Puts segments together into one :class:`Inputs`. Indices are computed on the host, in numpy."""
 
@@ -181,24 +211,28 @@ class BatchBuilder:
         self.segments: list[Segment] = []
         self.tokens = 0
 
-    def add(self, ids: Tensor, rows: Ints, starts: Ints, queries: int) -> None:
-        """Requests with ``queries`` new tokens each, from position ``starts`` on."""
-        positions = starts[:, None] + np.arange(queries)
-        width = int(starts.max()) + queries
-        slots = self._tensor(self.table[rows, :width])
-        mask = self._mask(np.arange(width) <= positions[:, :, None])
+    def add(self, ids: Tensor, rows: Ints, starts: Ints, tree: Tree) -> None:
+        """Requests with equally many new tokens, the first of each at position ``starts``."""
+        positions = starts[:, None] + tree.depth
+        places = starts[:, None] + np.arange(tree.offset, tree.offset + len(tree.depth))
+        keys = np.arange(int(places.max()) + 1)
+        slots = self._tensor(self.table[rows, : len(keys)])
+        mask = self._mask(tree.sees(keys - starts[:, None]))
         near, near_mask = slots, mask
         if self.memory.window:
             # Only the last window before the first query can be seen by a sliding layer.
-            keys = starts[:, None] + np.arange(1 - self.memory.window, queries)
+            relative = np.arange(1 - self.memory.window, tree.offset + len(tree.depth))
+            keys = starts[:, None] + relative
             near = self._tensor(self.memory.swa_slots(self.table[rows[:, None], np.maximum(keys, 0)]))
-            distance = positions[:, :, None] - keys[:, None]
-            near_mask = self._mask((distance >= 0) & (distance < self.memory.window) & (keys >= 0)[:, None])
-        self.segments.append(Segment(self.tokens, len(rows), queries, (slots, near), (mask, near_mask)))
+            inside = tree.depth[:, None] - tree.depth_of(relative) < self.memory.window
+            seen = tree.sees(np.broadcast_to(relative, keys.shape))
+            near_mask = self._mask(seen & inside & (keys >= 0)[:, None])
+        segment = Segment(self.tokens, len(rows), len(tree.depth), (slots, near), (mask, near_mask))
+        self.segments.append(segment)
         self.ids.append(ids)
         self.positions.append(positions.ravel())
-        self.write.append(self.table[rows[:, None], positions].ravel())
-        self.tokens += len(rows) * queries
+        self.write.append(self.table[rows[:, None], places].ravel())
+        self.tokens += positions.size
 
     def build(self, wanted: Sequence[int]) -> Inputs:
         write = np.concatenate(self.write)

@@ -18,7 +18,7 @@ from .pools import Memory, kv_tensors, pages_for
 from .radix import RadixCache
 from .scheduler import Scheduler, Update
 from .sessions import Sessions
-from .speculative import Draft, SpecExecutor, SpecV1, SpecV2
+from .speculative import Draft, Fan, SpecExecutor, SpecV1, SpecV2
 
 
 class OptionError(Exception):
@@ -27,11 +27,27 @@ class OptionError(Exception):
 
 @dataclass(frozen=True)
 class Speculation:
-    """EAGLE with a chain of ``steps`` guesses. ``v2``: results may be resolved one iteration late."""
+    """EAGLE with ``topk`` chains of at most ``steps`` guesses. ``draft_tokens`` (0: as many as there can be)
+    are verified in a round, the last sampled token included. ``v2``: results may be resolved one iteration
+    late.
+    """
 
     draft: Path
     steps: int = 3
     v2: bool = True
+    topk: int = 1
+    draft_tokens: int = 0
+
+    def fan(self) -> Fan:
+        """Raises :class:`OptionError` where the tokens do not fit the chains."""
+        most = self.steps * self.topk + 1
+        tokens = self.draft_tokens or most
+        if not self.topk < tokens <= most:
+            raise OptionError(
+                f"--speculative-num-draft-tokens: expected {self.topk + 1} to {most} (--speculative-eagle-topk "
+                f"{self.topk} chains of at most --speculative-num-steps {self.steps}), found {tokens}"
+            )
+        return Fan(self.steps, self.topk, tokens)
 
 
 @dataclass(frozen=True)
@@ -91,8 +107,9 @@ def build(options: Options, tell: Callable[[list[Update]], None]) -> Engine:
     dtype = getattr(torch, options.dtype)
     context = options.context or ModelConfig.load(options.model).max_positions
     spec = options.speculation
+    fan = spec.fan() if spec else Fan(1, 1, 2)
     # Positions past the context that an overlapped step may touch, then whole pages.
-    slack = 4 * (spec.steps + 2) if spec else 8
+    slack = 4 * (fan.slots + 2)
     width = pages_for(context + slack, page) * page + page
     model = Model(options.model, dtype, device, positions=width)
     config = model.config
@@ -115,7 +132,7 @@ def build(options: Options, tell: Callable[[list[Update]], None]) -> Engine:
     if spec is not None:
         draft_kv = kv_tensors((1, 0), (slots, 1), *shape)[0][0]
         draft = Draft(spec.draft, model, draft_kv, width)
-        executor = SpecExecutor(model, draft, spec.steps, kv, memory, faults)
-        decoding = (SpecV2 if spec.v2 else SpecV1)(cache, spec.steps + 1)
+        executor = SpecExecutor(model, draft, fan, kv, memory, faults)
+        decoding = (SpecV2 if spec.v2 else SpecV1)(cache, fan)
     scheduler = Scheduler(cache, executor, decoding, limits, faults, tell, options.silent)
     return Engine(options, config, scheduler, context)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import BatchBuilder, Entry, Result, sample
+from .batch import BatchBuilder, Entry, Result, Tree, sample
 from .faults import Faults
 from .model import Inputs, Model
 from .pools import Ints, Memory
@@ -30,6 +30,8 @@ class Forward:
 
 class Executor:
     """Plain decoding: one token a request. ``kv`` holds the pool tensors of full and of sliding layers."""
+
+    tree = Tree.line(1)  # the shape of a decode step's tokens
 
     def __init__(self, model: Model, kv: tuple[Tensor, Tensor], memory: Memory, faults: Faults) -> None:
         self.model, self.kv, self.memory, self.faults = model, kv, memory, faults
@@ -56,13 +58,14 @@ class Executor:
         wanted: list[int] = []
         for (decode, queries), group in _groups(entries).items():
             rows, starts = rows_of(group), np.array([entry.start for entry in group])
+            tree = self.tree if decode else Tree.line(queries)
             if decode:
                 ids, starts = self._decode_inputs(rows, starts)
             else:
                 chunks = [entry.request.ids[entry.start : entry.end] for entry in group]
                 ids = torch.from_numpy(np.concatenate(chunks)).to(self.device)
             first = builder.tokens
-            builder.add(ids, rows, starts, queries)
+            builder.add(ids, rows, starts, tree)
             if not decode and self.faults.on("stale-kv-slot"):
                 for index, entry in enumerate(group):
                     if entry.request.session is not None and entry.start == entry.request.inherited > 0:

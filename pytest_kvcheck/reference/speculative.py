@@ -1,10 +1,11 @@
 """EAGLE-style speculative decoding: a one-layer draft guesses, the target verifies, in one pass for all
 guesses.
 
-A round of a request whose first L tokens have KV: the draft continues the last sampled token by ``steps``
-tokens, the target runs over these ``width`` = steps + 1 tokens, and as many guesses as agree with its own
-choices are accepted; with the target's choice behind them that gives 1 to ``width`` new tokens. Then the
-draft runs over the same tokens with the target's hidden states, so that its KV is as good as the target's.
+A round of a request whose first L tokens have KV: the draft continues the last sampled token by up to ``steps``
+guesses (with ``topk`` > 1 by several chains), the target runs over all of them, and as many as agree with its
+own choices are accepted; with the target's choice behind them that gives 1 to ``steps`` + 1 new tokens. Then
+the draft runs over the same tokens with the target's hidden states, so that its KV is as good as the
+target's.
 
 The accounting is in :class:`SpecV1` (a round is resolved before the next is planned) and :class:`SpecV2` (it is
 resolved while the next runs).
@@ -20,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batch import BatchBuilder, Entry, Request, Result, sample
+from .batch import BatchBuilder, Entry, Request, Result, Tree, sample
 from .cache import KVCache
 from .decoding import Decoding
-from .executor import Executor, rows_of
+from .executor import Executor, Forward, rows_of
 from .faults import Faults
 from .model import Inputs, Layer, Model, ModelConfig, ModelError, Rope, Weights
 from .pools import Ints, Memory
@@ -55,92 +56,158 @@ class Draft:
         x = F.linear(torch.cat((self.target.embed.index_select(0, ids), hidden), -1), self.fc, self.bias)
         return self.layer.forward(x, batch, self.rope, self.kv, 0)
 
-    def best(self, hidden: Tensor) -> Tensor:
-        """The likeliest next token of each row."""
-        return F.linear(hidden, self.target.head).argmax(-1)
+    def best(self, hidden: Tensor, count: int) -> Tensor:
+        """The likeliest next tokens of each row, [rows, count]."""
+        return F.linear(hidden, self.target.head).topk(count).indices
+
+
+class Fan:
+    """The shape of a round's guesses: ``topk`` chains from the last sampled token, which is node 0.
+
+    The chains share ``draft_tokens`` - 1 nodes, at most ``steps`` each, the likelier first.
+    """
+
+    def __init__(self, steps: int, topk: int, draft_tokens: int) -> None:
+        self.steps, self.topk, self.nodes = steps, topk, draft_tokens
+        left, first = draft_tokens - 1, 1
+        chains: list[list[int]] = []
+        for later in reversed(range(topk)):
+            length = min(steps, left - later)
+            chains.append([0, *range(first, first + length)])
+            first, left = first + length, left - length
+        self.lengths = [len(chain) - 1 for chain in chains]
+        # path[c, d] is the node at depth d of chain c; short chains repeat their last node.
+        self.path: Ints = np.array([chain + chain[-1:] * (steps + 1 - len(chain)) for chain in chains])
+        depth = np.zeros(draft_tokens, dtype=np.int64)
+        seen = np.eye(draft_tokens, dtype=np.bool_)
+        for chain in chains:
+            for at, node in enumerate(chain):
+                depth[node] = at
+                seen[node, chain[: at + 1]] = True
+        self.tree = Tree(0, depth, seen)
+
+    @property
+    def slots(self) -> int:
+        """Slots that a round needs behind the history, for verification or for drafting."""
+        return max(self.nodes, self.topk * (self.steps - 1))
+
+    def draft_step(self, step: int) -> Tree:
+        """The tokens of one draft step, one a chain; each sees its own chain."""
+        width = self.topk * (step + 1)
+        seen = np.arange(width) % self.topk == np.arange(self.topk)[:, None]
+        return Tree(self.topk * step, np.full(self.topk, step), seen)
 
 
 class SpecExecutor(Executor):
-    """Keeps, for each request row on the device: how many tokens have KV, and the draft's first guess."""
+    """Keeps, for each request row on the device: how many tokens have KV, and the draft's first guesses."""
 
     def __init__(
-        self, model: Model, draft: Draft, steps: int, kv: tuple[Tensor, Tensor], memory: Memory, faults: Faults
+        self, model: Model, draft: Draft, fan: Fan, kv: tuple[Tensor, Tensor], memory: Memory, faults: Faults
     ) -> None:
         super().__init__(model, kv, memory, faults)
         rows = memory.rows.total
-        self.draft, self.steps = draft, steps
+        self.draft, self.fan, self.tree = draft, fan, fan.tree
+        self.path = self._indices(fan.path)
         self.length = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.guess = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.guess = torch.zeros(rows, fan.topk, dtype=torch.int64, device=self.device)
         self.guess_hidden = torch.zeros(rows, model.config.hidden, dtype=self.dtype, device=self.device)
 
     def _decode_inputs(self, rows: Ints, starts: Ints) -> tuple[Tensor, Ints]:
-        """The last token and the draft's continuation; positions as the device knows them."""
+        """The last token and the draft's chains; positions as the device knows them."""
         at = self._indices(rows)
         lengths = self.length.index_select(0, at).cpu().numpy()
-        token, hidden = self.guess.index_select(0, at), self.guess_hidden.index_select(0, at)
-        chain = [self.last_token.index_select(0, at), token]
-        for step in range(self.steps - 1):
+        token = self.guess.index_select(0, at).ravel()
+        hidden = self.guess_hidden.index_select(0, at).repeat_interleave(self.fan.topk, 0)
+        guesses = [token]
+        for step in range(self.fan.steps - 1):
             builder = BatchBuilder(self.memory, self.device, self.dtype)
-            builder.add(token, rows, lengths + step, 1)
+            builder.add(token, rows, lengths, self.fan.draft_step(step))
             hidden = self.draft.forward(token, hidden, builder.build([]))
-            token = self.draft.best(hidden)
-            chain.append(token)
-        return torch.stack(chain, 1).ravel(), lengths
+            token = self.draft.best(hidden, 1).ravel()
+            guesses.append(token)
+        table = torch.stack(guesses, 1).view(len(rows), self.fan.topk, self.fan.steps)
+        chains = [table[:, chain, :length] for chain, length in enumerate(self.fan.lengths)]
+        return torch.cat([self.last_token.index_select(0, at)[:, None], *chains], 1).ravel(), lengths
 
     @torch.inference_mode()
     def run(self, entries: Sequence[Entry]) -> Result:
         forward = self._forward(entries)
         final = [entry for entry in forward.entries if entry.final]
-        width = self.steps + 1
-        rows = self._indices(rows_of(final))
-        # Every final entry gets `width` columns of wanted rows; a prefill's one row stands in all of them.
-        at = self._indices(
-            [row for entry in final for row in (entry.rows if entry.decode else [entry.rows[-1]] * width)]
-        ).view(len(final), width)
-        decodes = self._indices([entry.decode for entry in final]).bool()
-        before = torch.where(decodes, self.length[rows], self._indices([entry.end - 1 for entry in final]))
-        tokens = self._sample(final, forward.logits, at, before)
-        inputs = forward.inputs.ids[forward.inputs.wanted[at]]
-        agree = (inputs[:, 1:] == tokens[:, :-1]) & decodes[:, None]
-        counts = agree.long().cumprod(1).sum(1) + 1
-        self.last_token[rows] = tokens.gather(1, counts[:, None] - 1)[:, 0]
-        self.length[rows] = before + counts
-        self._extend_draft(forward.entries, forward.inputs, forward.hidden, at, tokens, counts, rows)
         for index, entry in enumerate(final):
             entry.sampled = index
-        logprobs, tops = self._logprobs(forward, at.ravel(), tokens.ravel())
+        nodes = self.fan.nodes
+        # The wanted row of each node; a prefill's one row stands for all of them.
+        at = self._indices(
+            [row for entry in final for row in (entry.rows if entry.decode else [entry.rows[-1]] * nodes)]
+        ).view(len(final), nodes)
+        rows = self._indices(rows_of(final))
+        decodes = self._indices([entry.decode for entry in final]).bool()
+        before = torch.where(decodes, self.length[rows], self._indices([entry.end - 1 for entry in final]))
+        choice = self._sample(final, forward.logits, at, before)
+        path, counts = self._accept(forward.inputs.ids[forward.inputs.wanted[at]], choice, decodes)
+        tokens, taken = choice.gather(1, path), at.gather(1, path)
+        last = counts[:, None] - 1
+        self.last_token[rows] = tokens.gather(1, last)[:, 0]
+        self._extend_draft(forward, at, choice, taken.gather(1, last)[:, 0], rows)
+        if self.fan.topk > 1:
+            self._move(rows[decodes], before[decodes], path[decodes], counts[decodes])
+        self.length[rows] = before + counts
+        logprobs, tops = self._logprobs(forward, at.ravel(), choice.ravel())
+        if logprobs is not None:
+            # The rows of a verified entry shall stand in the order of the accepted path.
+            here = at[:, : self.fan.steps + 1]
+            logprobs[here] = logprobs[taken]
+            for part in tops or ():
+                part[here] = part[taken]
         return Result(forward.entries, tokens, counts, logprobs, tops)
 
+    def _accept(self, ids: Tensor, choice: Tensor, decodes: Tensor) -> tuple[Tensor, Tensor]:
+        """The path of nodes [final, steps + 1] along which guesses agree longest, and how many tokens it
+        gives.
+        """
+        guessed, expected = ids[:, self.path[:, 1:]], choice[:, self.path[:, :-1]]
+        fresh = self.path[:, 1:] != self.path[:, :-1]  # short chains repeat their last node
+        agree = ((guessed == expected) & fresh & decodes[:, None, None]).long().cumprod(2).sum(2)
+        best = agree.argmax(1)
+        return self.path[best], agree.gather(1, best[:, None])[:, 0] + 1
+
+    def _move(self, rows: Tensor, before: Tensor, path: Tensor, counts: Tensor) -> None:
+        """Bring the accepted path's KV to the slots right behind the history."""
+        table = self._indices(self.memory.rows.slots)
+        depth = torch.arange(path.shape[1], device=self.device)
+        kept = depth < counts[:, None]
+        source = table[rows[:, None], before[:, None] + torch.where(kept, path, depth)].ravel()
+        target = table[rows[:, None], before[:, None] + depth].ravel()
+        full, sliding = self.kv
+        full[:, :, target] = full[:, :, source]
+        self.draft.kv[:, target] = self.draft.kv[:, source]
+        if self.memory.window:
+            near, far = (self._indices(self.memory.swa_slots(s.cpu().numpy())) for s in (target, source))
+            sliding[:, :, near] = sliding[:, :, far]
+
     def _sample(self, final: list[Entry], logits: Tensor, at: Tensor, before: Tensor) -> Tensor:
-        samplings = [entry.request.sampling for entry in final for _ in range(at.shape[1])]
+        """The target's own choice behind every node, [final, nodes]."""
+        samplings = [entry.request.sampling for entry in final for _ in range(self.fan.nodes)]
         positions = [0] * len(samplings)
         if any(sampling.temperature > 0 for sampling in samplings):
             decoding = np.array([entry.decode for entry in final])
-            offsets = np.arange(1, at.shape[1] + 1) * decoding[:, None] + ~decoding[:, None]
-            positions = (before.cpu().numpy()[:, None] + offsets).ravel().tolist()
+            depth = self.fan.tree.depth * decoding[:, None]
+            positions = (before.cpu().numpy()[:, None] + depth + 1).ravel().tolist()
         return sample(logits.index_select(0, at.ravel()), samplings, positions).view(at.shape)
 
-    def _extend_draft(
-        self,
-        entries: list[Entry],
-        inputs: Inputs,
-        hidden: Tensor,
-        at: Tensor,
-        tokens: Tensor,
-        counts: Tensor,
-        rows: Tensor,
-    ) -> None:
-        """Run the draft over the batch with each token's successor, and keep its guess behind the last one."""
+    def _extend_draft(self, forward: Forward, at: Tensor, choice: Tensor, last: Tensor, rows: Tensor) -> None:
+        """Run the draft over the batch with each token's successor, and keep its guesses behind the last
+        one.
+        """
+        inputs = forward.inputs
         shifted = inputs.ids.roll(-1)
-        for entry, end in zip(entries, _ends(entries), strict=True):
+        for entry, end in zip(forward.entries, _ends(forward.entries), strict=True):
             if not entry.decode and not entry.final:
                 shifted[end - 1] = int(entry.request.ids[entry.end])
-        sampled_at = inputs.wanted[at]
-        shifted[sampled_at.ravel()] = tokens.ravel()
-        out = self.draft.forward(shifted, hidden, inputs)
-        last = out.index_select(0, sampled_at.gather(1, counts[:, None] - 1)[:, 0])
-        self.guess[rows] = self.draft.best(last)
-        self.guess_hidden[rows] = last
+        shifted[inputs.wanted[at].ravel()] = choice.ravel()
+        out = self.draft.forward(shifted, forward.hidden, inputs).index_select(0, inputs.wanted[last])
+        self.guess[rows] = self.draft.best(out, self.fan.topk)
+        self.guess_hidden[rows] = out
 
 
 def _ends(entries: list[Entry]) -> Ints:
@@ -151,15 +218,15 @@ def _ends(entries: list[Entry]) -> Ints:
 class SpecV1(Decoding):
     """Synchronous: slots for one round, and what it did not accept is freed before the next."""
 
-    def __init__(self, cache: KVCache, width: int) -> None:
+    def __init__(self, cache: KVCache, fan: Fan) -> None:
         super().__init__(cache)
-        self.width = width
+        self.nodes, self.slots = fan.nodes, fan.slots
 
     def upto(self, request: Request, in_flight: int) -> int:
-        return request.known + self.width
+        return request.known + self.slots
 
     def prepare(self, request: Request, in_flight: int) -> Entry:
-        return self._entry(request, in_flight, request.known, self.width)
+        return self._entry(request, in_flight, request.known, self.nodes)
 
     def resolve(self, entry: Entry) -> None:
         holding = entry.holding
@@ -174,17 +241,17 @@ class SpecV1(Decoding):
 class SpecV2(SpecV1):
     """Overlapped: a round is planned before the last one's result is known.
 
-    Each round that is not resolved yet may take ``width`` slots, and one more is for the bonus token, the
+    Each round that is not resolved yet may take ``slots``, and one more is for the bonus token, the
     target's own choice, whose KV the *next* round writes. That token is claimed before the round, so that a
     turn which ends while its last round is under way does not save a length that is one short.
     """
 
     def upto(self, request: Request, in_flight: int) -> int:
-        return len(request.prompt) + len(request.output) + (self.width + 1) * (1 + in_flight)
+        return len(request.prompt) + len(request.output) + (self.slots + 1) * (1 + in_flight)
 
     def prepare(self, request: Request, in_flight: int) -> Entry:
         """``prepare_for_decode``: allocate ``draft_tokens + 1`` slots and claim the bonus token."""
-        entry = self._entry(request, in_flight, request.known, self.width)
+        entry = self._entry(request, in_flight, request.known, self.nodes)
         if not self.cache.faults.on("bonus-slot-race"):
             entry.holding.committed += 1
         return entry
