@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import shlex
@@ -98,6 +99,9 @@ class Bench:
         if reason is not None:
             return replace(result, outcome="skipped", reason=reason)
         bed = self.bed_for(case.cell, result.id)
+        if bed.unfit:
+            return replace(result, outcome="skipped", reason=bed.unfit)
+        case = dataclasses.replace(case, cell=bed.cell)
         plan = plan or self._plan(case, bed, result.seed)
         argv = list(bed.server.argv)
         facts, findings = self.examine(case, plan, folder, last=last)
@@ -252,12 +256,32 @@ class Bench:
                 clock=clock.now,
             )
             self.progress(f"{cell.engine} {engine.version} ready after {time.monotonic() - began:.1f} s")
+        unfit = ""
+        if server.attached:
+            cell = engine.adopt(cell, server.info)
+            try:
+                unfit = _unfit(server, cell)
+            except LaunchError:
+                server.stop()
+                raise
         vocabulary = cell.model.vocab_size or vocab_size_of(cell.model.path) or DEFAULT_VOCABULARY
-        return Bed(server, clock, cell, vocabulary, engine.rules(cell))
+        return Bed(server, clock, cell, vocabulary, engine.rules(cell), unfit=unfit)
 
     def _stop(self) -> ServerFacts | None:
         bed, self._bed = self._bed, None
         return None if bed is None else bed.server.stop()
+
+
+def _unfit(server: Server, cell: Cell) -> str:
+    """Why the cell's name would be a lie on a server that we attached to; "" where it would not."""
+    engine = server.engine
+    if not server.info:
+        raise LaunchError(
+            f"--kvcheck-url {server.base_url}: expected a {engine.name} server, found one that does not "
+            "tell its configuration. Next: give the URL of a running engine, and its kind with --kvcheck-engine"
+        )
+    wrong = [one for one in engine.misfits(cell, server.info) if one.partition(":")[0] not in engine.own_checks]
+    return f"the server at {server.base_url} runs another configuration: {'; '.join(wrong)}" if wrong else ""
 
 
 def again(settings: Settings, case: Case, case_id: str) -> str:

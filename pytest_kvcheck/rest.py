@@ -34,7 +34,10 @@ class Settled:
 
 @dataclass(slots=True)
 class Bed:
-    """A running server with what is measured once a launch and used by each of its cases."""
+    """A running server with what is measured once a launch and used by each of its cases.
+
+    ``unfit`` says why the cell cannot be judged on it (a server that we attached to), "" where it can.
+    """
 
     server: Server
     clock: Clock
@@ -44,6 +47,7 @@ class Bed:
     once: list[OpRecord] = field(default_factory=list)
     measured: bool = False
     drains: int = 0
+    unfit: str = ""
 
     def promises(self) -> Promises:
         """What the engine promises for this cell, in the oracles' words."""

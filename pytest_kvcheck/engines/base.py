@@ -71,6 +71,8 @@ class Engine(ABC):
     """An engine adapter. ``version`` is "" until :meth:`identify` was called with the server's own word."""
 
     name: ClassVar[str]
+    # What only switches the engine's own checks, as misfits() calls it: a server that is not ours may lack it.
+    own_checks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.version = ""
@@ -101,6 +103,10 @@ class Engine(ABC):
     @abstractmethod
     def misfits(self, cell: Cell, info: Mapping[str, Any]) -> list[str]:
         """Flags and environment that did not arrive, one sentence each (expected, found). Empty: all did."""
+
+    def adopt(self, cell: Cell, info: Mapping[str, Any]) -> Cell:
+        """The cell with the sizes (context, pool, rows, chunk) that a server which is not ours really has."""
+        return cell
 
     @abstractmethod
     def rules(self, cell: Cell) -> Rules: ...

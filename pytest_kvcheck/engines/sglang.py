@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ class SglangEngine(Engine):
     """SGLang 0.5.11 and newer in full; older releases as far as :mod:`sglang_versions` says."""
 
     name: ClassVar[str] = "sglang"
+    own_checks: ClassVar[tuple[str, ...]] = tuple(STRICT_ENV)
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,6 +198,20 @@ class SglangEngine(Engine):
             if capacity != rounded:
                 out.append(f"pool_tokens: expected {rounded}, the server has room for {capacity}")
         return out + self._env_misfits(cell, info)
+
+    def adopt(self, cell: Cell, info: Mapping[str, Any]) -> Cell:
+        want, state = cell.features, _state(info)
+        chunk = info.get("chunked_prefill_size")
+        rows = state.get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
+        capacity = _memory(info).get("token_capacity") or info.get("max_total_num_tokens")
+        sizes = replace(
+            want,
+            context_length=info.get("context_length") or want.context_length,
+            pool_tokens=capacity or want.pool_tokens,
+            max_running=rows or want.max_running,
+            chunked_prefill=None if chunk == -1 else chunk or want.chunked_prefill,
+        )
+        return replace(cell, features=sizes)
 
     def _env_misfits(self, cell: Cell, info: Mapping[str, Any]) -> list[str]:
         arrived = _state(info).get("env_vars")

@@ -131,6 +131,10 @@ class VllmEngine(Engine):
             ]
         return vllm_launch.misfits(cell, info["vllm_config"], self._groups)
 
+    def adopt(self, cell: Cell, info: Mapping[str, Any]) -> Cell:
+        config = info.get("vllm_config")
+        return vllm_launch.adopt(cell, config) if isinstance(config, dict) else cell
+
     def rules(self, cell: Cell) -> Rules:
         return Rules(
             sessions="streaming" if self._sessions else "resent",

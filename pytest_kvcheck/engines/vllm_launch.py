@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +200,21 @@ def notes(cell: Cell, device: DeviceName, options: Mapping[str, Any]) -> tuple[s
     if want.streaming_session and cell.args.get("middleware") != SESSIONS:
         out.append("vLLM's HTTP server keeps no sessions: each turn sends the whole history again")
     return tuple(out)
+
+
+def adopt(cell: Cell, config: Mapping[str, Any]) -> Cell:
+    """The cell with the sizes of a running server's configuration; what that does not tell stays."""
+    want = cell.features
+    cache, scheduler = config.get("cache_config") or {}, config.get("scheduler_config") or {}
+    blocks, block = cache.get("num_gpu_blocks"), cache.get("block_size")
+    sizes = replace(
+        want,
+        context_length=(config.get("model_config") or {}).get("max_model_len") or want.context_length,
+        pool_tokens=(blocks - 1) * block if blocks and block else want.pool_tokens,
+        max_running=scheduler.get("max_num_seqs") or want.max_running,
+        chunked_prefill=scheduler.get("max_num_batched_tokens") or want.chunked_prefill,
+    )
+    return replace(cell, features=sizes)
 
 
 def misfits(cell: Cell, config: Mapping[str, Any], groups: KvGroups) -> list[str]:

@@ -55,8 +55,8 @@ def ensure_model(path: str, python: str) -> str:
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
         raise LookupError(
             f"model folder {folder} holds neither weights ({', '.join(_WEIGHTS)}) nor a recipe.json; "
-            f"found {found}. Name a folder in Hugging Face layout, one with a kvcheck recipe, or a hub id such as "
-            "owner/name."
+            f"found {found}. Name a folder in Hugging Face layout, one with a kvcheck recipe, or a hub id such "
+            "as owner/name."
         )
     return str(_made(folder.resolve(), python))
 

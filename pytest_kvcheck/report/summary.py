@@ -16,6 +16,7 @@ PROVES = {
     "protocol": "every reply kept to the protocol",
     "logprobs": "log-probs do not depend on caching, chunking, retraction, speculation or aborts",
     "self_test": "the log-prob comparison saw one token that was wrong on purpose",
+    "soak": "equal batches leave equal memory",
     "rows": "as many requests can run side by side as before",
     "liveness": "every operation ended in time and a fresh request completes",
     "engine_log": "the engine's log holds no fatal line",

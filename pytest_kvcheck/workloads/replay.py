@@ -21,6 +21,8 @@ CONTROL_TOKENS = 12
 BATCH = 6
 CONFIRMED, SCORED_AGAIN, COMPANY = 4, 3, 12
 ROW_TOKENS = (16, 48)
+# A probe of all rows of a large server would be a load of its own.
+MOST_ROWS = 64
 
 
 class _Chain:
@@ -248,7 +250,7 @@ def row_probe_plan(cell: Cell, vocab: int, seed: int, attempt: int = 1, when: st
     length = 8
     chain = _Chain(ROWS + 10_000 * attempt + 1_000 * (when == "before"))
     fits = length + tokens < features.context_length
-    if rows > 1 and fits and _fit(rows, length + tokens, features) == rows:
+    if 1 < rows <= MOST_ROWS and fits and _fit(rows, length + tokens, features) == rows:
         rng = random.Random(f"rows {seed} {when} {attempt}")
         chain.together(
             _generate(_prompt(rng, length, vocab), tokens, f"rows {when} {attempt} {number}")
