@@ -34,12 +34,14 @@ from pytest_kvcheck.report.results import CaseResult, KnownRef, write_result
 from pytest_kvcheck.rest import Bed, clean
 from pytest_kvcheck.settings import Settings
 from pytest_kvcheck.trace import VERDICT, Clock, Note, TraceHeader, TraceWriter
-from pytest_kvcheck.workloads import make_plan, why_not
+from pytest_kvcheck.workloads import WORKLOADS, make_plan, why_not
 
 # Seconds that one request of a plan takes, about: --kvcheck-budget turns them into rounds. A guess is enough,
 # since it scales nothing but the number of rounds; and it is fixed, so that equal options give equal plans.
 REQUEST_SECONDS = {"reference": 0.02, "sglang": 0.1, "vllm": 0.1}
 DEFAULT_VOCABULARY = 512
+# One plan is judged as a whole at its end: beyond this, --kvcheck-repeat is the better way to fuzz for longer.
+GREATEST_GROWTH = 10.0
 
 
 @dataclass(slots=True)
@@ -134,6 +136,9 @@ class Bench:
             if last and not bed.server.attached:
                 facts.server = self._stop() or facts.server
             findings = judge(facts)
+            if WORKLOADS[plan.workload].grows:
+                pairs = "{operation_pairs} of {operation_pairs_possible}".format_map(facts.exercised)
+                self.progress(f"{cell.name}::{case.workload.name}: {pairs} pairs of operations met")
             trace.write(verdict(findings, bed.clock.now()))
         outcome = gravest(findings)
         mended = focus is not None and _mended(bed, findings)
@@ -210,7 +215,8 @@ class Bench:
             return plan
         requests = sum(op.generates for op in plan.operations)
         estimate = requests * REQUEST_SECONDS[case.cell.engine]
-        return plan if estimate <= self.settings.budget else made(self.settings.budget / estimate)
+        scale = self.settings.budget / estimate
+        return plan if scale >= 1 and not WORKLOADS[plan.workload].grows else made(min(scale, GREATEST_GROWTH))
 
     def _seed(self, case: Case) -> int:
         """A seed of the case's own, equal on every machine and for any number of workers."""

@@ -14,6 +14,7 @@ from pytest_kvcheck.oracles.common import (
     requests,
     timed_out_sessions,
 )
+from pytest_kvcheck.oracles.pairs import pair_counts
 from pytest_kvcheck.trace import OpRecord
 
 NAME = "exercise"
@@ -23,6 +24,7 @@ FINISHED = ("length", "stop")
 def judge_exercise(facts: CaseFacts) -> list[Finding]:
     """Counts every thing that can be exercised into ``facts.exercised``; a finding for what is missing."""
     facts.exercised.update({name: count(facts) for name, (count, _) in COUNTERS.items()})
+    facts.exercised.update(pair_counts(facts))
     unknown = [name for name in facts.plan.must_exercise if name not in COUNTERS]
     missing = [n for n in facts.plan.must_exercise if n in COUNTERS and not facts.exercised[n]]
     excused = {name: facts.promises.lacks[name] for name in missing if name in facts.promises.lacks}

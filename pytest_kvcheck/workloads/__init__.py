@@ -10,6 +10,7 @@ from pytest_kvcheck.cells import Cell
 from pytest_kvcheck.operations import Plan
 from pytest_kvcheck.workloads.aborts import ABORTS, MORE_ABORTS
 from pytest_kvcheck.workloads.base import Param, Workload, WorkloadContext
+from pytest_kvcheck.workloads.fuzz import FUZZ
 from pytest_kvcheck.workloads.lifecycle import LIFECYCLE
 from pytest_kvcheck.workloads.plan import check_plan
 from pytest_kvcheck.workloads.prefixes import PREFIXES
@@ -17,7 +18,7 @@ from pytest_kvcheck.workloads.pressure import PRESSURE
 from pytest_kvcheck.workloads.sessions import SESSIONS
 
 WORKLOADS: Mapping[str, Workload] = {
-    each.name: each for each in (*SESSIONS, *ABORTS, *MORE_ABORTS, *LIFECYCLE, *PRESSURE, *PREFIXES)
+    each.name: each for each in (*SESSIONS, *ABORTS, *MORE_ABORTS, *LIFECYCLE, *PRESSURE, *PREFIXES, *FUZZ)
 }
 
 

@@ -89,13 +89,17 @@ class WorkloadContext:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A generator of plans. ``params`` maps the names of its parameters to their defaults."""
+    """A generator of plans. ``params`` maps the names of its parameters to their defaults.
+
+    ``grows``: a greater budget means more rounds of it, not only a smaller one fewer.
+    """
 
     name: str
     doc: str
     make: Callable[[WorkloadContext], Plan]
     params: Numbers = field(default_factory=dict)
     applies: Applies = lambda cell, params: None
+    grows: bool = False
 
 
 def longest(cell: Cell) -> int:
