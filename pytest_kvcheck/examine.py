@@ -13,6 +13,7 @@ import msgspec
 
 from pytest_kvcheck.cells import Case
 from pytest_kvcheck.client.control import Control
+from pytest_kvcheck.engines.provoke import Provoker
 from pytest_kvcheck.observe.gauges import Sampler
 from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.operations import Operation, Plan
@@ -71,13 +72,9 @@ class Examination:
             self._measure_launch()
         # A client of its own: requests sessions are not shared between threads.
         watch = Control(self.server.base_url, timeout=10.0)
-
-        def look(t: float) -> GaugeSample:
-            self.engine.provoke(watch, self.case.cell)
-            return self.engine.sample(watch, t)
-
-        with Sampler(look, self.bed.clock.now, gauges) as sampler:
-            self._run(self.plan.operations, "workload")
+        with Sampler(lambda t: self.engine.sample(watch, t), self.bed.clock.now, gauges) as sampler:
+            with Provoker(self.server.base_url, self.engine.provoke_call(self.case.cell)):
+                self._run(self.plan.operations, "workload")
             self._close_sessions()
             settled = settle(self.bed, self._run, baseline.account, hold)
             facts.samples = sampler.stop()

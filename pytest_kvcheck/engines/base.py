@@ -141,10 +141,10 @@ class Engine(ABC):
         """
 
     # --- observation -----------------------------------------------------------------------------
-    def provoke(self, control: Control, cell: Cell) -> None:
-        """Called all along while a workload runs: makes the engine do what the cell says and no flag can.
+    def provoke_call(self, cell: Cell) -> Call | None:
+        """What to send again and again while a workload runs, to have the engine do what the cell says.
 
-        Never raises. Does nothing where flags are enough.
+        None where its flags are enough.
         """
         return None
 

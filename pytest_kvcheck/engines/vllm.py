@@ -7,7 +7,6 @@ Its streaming input sessions, which keep their KV between turns, have no HTTP ro
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -34,9 +33,6 @@ WARM_UP = {
     "ignore_eos": True,
     "return_token_ids": True,
 }
-
-# Seconds between forced preemptions: each also empties the prefix cache, which must have time to be of use.
-PROVOKE_EVERY = 0.5
 
 LOG_RULES = (
     LogRule("engine-core-died", re.compile(r"EngineCore encountered a fatal error"), "fatal"),
@@ -72,8 +68,6 @@ class VllmEngine(Engine):
         super().__init__()
         self._block: int | None = None
         self._groups = KvGroups()
-        self._running = 0
-        self._provoked = 0.0
         self._sessions = False
 
     # --- start -----------------------------------------------------------------------------------
@@ -174,18 +168,14 @@ class VllmEngine(Engine):
     def log_rules(self) -> Sequence[LogRule]:
         return LOG_RULES
 
-    def provoke(self, control: Control, cell: Cell) -> None:
+    def provoke_call(self, cell: Cell) -> Call | None:
         """Preempts all that runs, where the cell retracts: a small pool alone preempts only long requests."""
-        now = time.monotonic()
-        wanted = cell.features.retract is not None and self._running >= 2 and not self._sessions
-        if wanted and now - self._provoked >= PROVOKE_EVERY:
-            self._provoked = now
-            control.post(f"{vllm_gauges.RESET_PATH}?reset_running_requests=true")
+        if cell.features.retract is None or self._sessions:
+            return None
+        return Call("POST", f"{vllm_gauges.RESET_PATH}?reset_running_requests=true")
 
     def sample(self, control: Control, t: float) -> GaugeSample:
-        seen = vllm_gauges.sample(control, t, vllm_versions.golden_gauges(self.version))
-        self._running = seen.running or 0
-        return seen
+        return vllm_gauges.sample(control, t, vllm_versions.golden_gauges(self.version))
 
     def account(self, control: Control, t: float, recent: Sequence[LogEvent]) -> GaugeSample:
         return vllm_gauges.account(control, t, vllm_versions.golden_gauges(self.version))

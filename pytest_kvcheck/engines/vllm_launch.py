@@ -191,7 +191,7 @@ def notes(cell: Cell, device: DeviceName, options: Mapping[str, Any]) -> tuple[s
         out.append(
             "vLLM has no flag to retract: the pool has the least size, "
             f"{options['num-gpu-blocks-override']} blocks, so that long requests preempt each other, and while "
-            "two or more run all are preempted now and then (/reset_prefix_cache?reset_running_requests=true)"
+            "a workload runs all are preempted now and then (/reset_prefix_cache?reset_running_requests=true)"
         )
     if not want.mixed_chunk and want.chunked_prefill is not None:
         out.append(
