@@ -8,8 +8,9 @@ compute different models (weights, precision, a missing layer), and no single hi
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from pytest_kvcheck.cells import ENGINE_NAMES, Cell
 from pytest_kvcheck.engines import make_engine
 from pytest_kvcheck.launch.server import Server
 from pytest_kvcheck.matrix.loader import load, resolve
-from pytest_kvcheck.oracles.noise import Spread, inliers
+from pytest_kvcheck.oracles.noise import OUTLIER_TIMES, Spread, allowance
 from pytest_kvcheck.oracles.references import Emitted, References, at, emitted
 from pytest_kvcheck.trace import OpRecord, read_trace
 from pytest_kvcheck.workloads import parameter_names, replay
@@ -113,17 +114,22 @@ def compare_scores(
 ) -> Comparison:
     """Compare the scorings that two servers gave of the histories in ``records``."""
     found = _pairs(records, References(left), References(right))
-    deltas = [[one - other for _, one, other in places] for _, places in found]
-    kept, typical = inliers([deltas], ceiling=SAME_MODEL)
-    keep = {id(one) for one in kept}
-    differences = [
-        _difference(one, places, each)
-        for (one, places), each in zip(found, deltas, strict=True)
-        if id(each) not in keep
-    ]
+    spreads = [Spread.of(one - other for _, one, other in places) for _, places in found]
+    greatest = _typical(spread.greatest for spread in spreads)
+    mean = _typical(spread.mean for spread in spreads)
+    differences, noise = [], []
+    for (one, places), spread in zip(found, spreads, strict=True):
+        # A great delta at one token, or smaller ones all along.
+        if spread.greatest > allowance(greatest, OUTLIER_TIMES) or spread.mean > allowance(mean, OUTLIER_TIMES):
+            differences.append(_difference(one, places, spread))
+        else:
+            noise += [left - right for _, left, right in places]
     differences.sort(key=lambda one: -one.spread.greatest)
-    noise = Spread.of(delta for each in kept for delta in each)
-    return Comparison(*names, len(found), noise, typical, tuple(differences))
+    return Comparison(*names, len(found), Spread.of(noise), greatest, tuple(differences))
+
+
+def _typical(values: Iterable[float]) -> float:
+    return statistics.median_low(list(values) or [0.0])
 
 
 Places = list[tuple[int, float, float]]
@@ -153,10 +159,10 @@ def _pairs(records: Sequence[OpRecord], left: References, right: References) -> 
     return found
 
 
-def _difference(one: Emitted, places: Places, deltas: Sequence[float]) -> Difference:
+def _difference(one: Emitted, places: Places, spread: Spread) -> Difference:
     position, left, right = max(places, key=lambda place: abs(place[1] - place[2]))
     label = one.record.op.label or f"operation {one.record.op.id}"
-    return Difference(label, position, one.ids[position], left, right, Spread.of(deltas))
+    return Difference(label, position, one.ids[position], left, right, spread)
 
 
 def _scored(side: Side, records: Sequence[OpRecord], artifacts: Path, limit: int | None) -> list[OpRecord]:

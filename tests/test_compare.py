@@ -64,6 +64,19 @@ def test_one_wrong_history_is_named_with_its_place() -> None:
     assert "request 5" in found.text()
 
 
+def test_a_history_that_is_a_little_wrong_all_along_is_found() -> None:
+    def coarse(number: int, position: int) -> float:
+        bulge = 0.2 if position % 9 == 0 else 0.02
+        return exact(number, position) + random.Random(f"{number}/{position}").uniform(-bulge, bulge)
+
+    def wrong(number: int, position: int) -> float:
+        return coarse(number, position) - (0.6 if number == 5 else 0.0)
+
+    assert compare_scores(RECORDS, scores(RECORDS, exact), scores(RECORDS, coarse)).agrees
+    found = compare_scores(RECORDS, scores(RECORDS, exact), scores(RECORDS, wrong))
+    assert [one.label for one in found.differences] == ["request 5"]
+
+
 def test_other_weights_are_not_blamed_on_a_history() -> None:
     found = compare_scores(RECORDS, scores(RECORDS, exact), scores(RECORDS, lambda n, p: exact(p, n)))
     assert not found.same_model
