@@ -101,9 +101,11 @@ class Bench:
         if reason is not None:
             return replace(result, outcome="skipped", reason=reason)
         bed = self.bed_for(case.cell, result.id)
-        if bed.unfit:
-            return replace(result, outcome="skipped", reason=bed.unfit)
         case = dataclasses.replace(case, cell=bed.cell)
+        # Only a server that we attached to can differ from what _why_not() was asked about.
+        reason = bed.unfit or why_not(case.workload.name, bed.cell, case.workload.params)
+        if reason:
+            return replace(result, outcome="skipped", reason=reason)
         plan = plan or self._plan(case, bed, result.seed)
         argv = list(bed.server.argv)
         facts, findings = self.examine(case, plan, folder, last=last)

@@ -201,7 +201,7 @@ class SglangEngine(Engine):
 
     def adopt(self, cell: Cell, info: Mapping[str, Any]) -> Cell:
         want, state = cell.features, _state(info)
-        chunk = info.get("chunked_prefill_size")
+        chunk = info.get("chunked_prefill_size", want.chunked_prefill)
         rows = state.get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
         capacity = _memory(info).get("token_capacity") or info.get("max_total_num_tokens")
         sizes = replace(
@@ -209,7 +209,7 @@ class SglangEngine(Engine):
             context_length=info.get("context_length") or want.context_length,
             pool_tokens=capacity or want.pool_tokens,
             max_running=rows or want.max_running,
-            chunked_prefill=None if chunk == -1 else chunk or want.chunked_prefill,
+            chunked_prefill=None if chunk == -1 else chunk,
         )
         return replace(cell, features=sizes)
 
