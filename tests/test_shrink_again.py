@@ -84,6 +84,14 @@ def test_a_trace_gives_back_its_plan_cell_and_findings(tmp_path: Path) -> None:
     assert (was.plan.seed, was.findings, was.cell()) == (7, (LEAK,), CELL)
 
 
+def test_what_killed_a_server_before_its_workload_is_the_plan(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t.jsonl", TraceHeader(workload="fuzz")) as trace:
+        trace.write(op_record("generate", 4_000_011, phase="probe", input_ids=(11,)))
+        trace.write(op_record("flush", 8_000_001, phase="drain"))
+        trace.write(op_record("generate", 1_000_000, phase="control", input_ids=(12,)))
+    assert [op.id for op in recorded(tmp_path / "t.jsonl").plan.operations] == [1_000_000, 4_000_011]
+
+
 @pytest.mark.parametrize(
     ("before", "runs", "late", "status", "words"),
     [

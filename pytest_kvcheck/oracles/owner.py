@@ -38,9 +38,14 @@ class Attribution:
     evidence: tuple[str, ...]
 
 
+def _asked(facts: CaseFacts) -> list[OpRecord]:
+    """The workload's requests; those before it where the server did not live to see it."""
+    return requests(facts.of_phase("workload")) or requests(facts.records)
+
+
 def candidates(facts: CaseFacts) -> dict[str, list[OpRecord]]:
     """Requests that did not go the plain way, by how they went."""
-    asked = requests(facts.of_phase("workload"))
+    asked = _asked(facts)
     # A check that ends the server leaves those in flight without an answer that says how they went.
     cut = {r.op.id for r in asked if r.reply.finish == "error" and not facts.server.alive}
     retracting = bool(of_meaning(facts.log, "retract"))
@@ -91,7 +96,7 @@ def _kinds(record: OpRecord | None, ways: dict[str, list[OpRecord]]) -> tuple[st
 def _by_series(
     facts: CaseFacts, pool: str, tokens: int | None, ways: dict[str, list[OpRecord]]
 ) -> Attribution | None:
-    found = explain_break(broken_accounts(facts, pool), requests(facts.of_phase("workload")))
+    found = explain_break(broken_accounts(facts, pool), _asked(facts))
     if found is None:
         return None
     moved = ", ".join(f"{name} {change:+}" for name, change in found.moved.items()) or "nothing else moved"
@@ -209,7 +214,7 @@ def _held(record: OpRecord, totals: dict[str, int], page: int) -> tuple[int, ...
 
 def _published(facts: CaseFacts, page: int) -> set[int]:
     """What an engine may have locked in its prefix cache: first prompts of sessions, plain requests, both."""
-    done = [r for r in requests(facts.of_phase("workload")) if r.reply.finish in ("length", "stop")]
+    done = [r for r in _asked(facts) if r.reply.finish in ("length", "stop")]
     first = [len(r.op.input_ids) for r in done if r.op.kind == "turn" and r.history == 0]
     plain = [len(r.op.input_ids) for r in done if r.op.kind == "generate"]
     sums = (sum(length // page * page for length in lengths) for lengths in (first, plain, first + plain))

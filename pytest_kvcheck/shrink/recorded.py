@@ -39,7 +39,11 @@ def recorded(path: Path) -> Recorded:
     if not lines or not isinstance(lines[0], TraceHeader):
         raise ValueError(f"{path}: expected a kvcheck trace (its first line names engine and cell), found none")
     header = lines[0]
-    records = tuple(line for line in lines if isinstance(line, OpRecord) and line.phase == "workload")
+    every = [line for line in lines if isinstance(line, OpRecord)]
+    # A server may die of the very first requests, before it sees the workload: then they are the plan.
+    records = tuple(line for line in every if line.phase == "workload") or tuple(
+        line for line in every if line.phase in ("probe", "control")
+    )
     # Records stand in the order in which operations ended; ids grow in the order of the plan.
     operations = tuple(sorted((record.op for record in records), key=lambda op: op.id))
     try:
