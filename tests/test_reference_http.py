@@ -154,6 +154,8 @@ def test_refusals(server: Process) -> None:
         (server.generate([1], session_params={"id": session, "offset": 2}), "do not support offset"),
         (server.generate([VOCAB]), f"not in [0, {VOCAB})"),
         (server.generate([]), "non-empty list"),
+        (server.post("/generate", input_ids=[1], sampling_params={"max_new_tokens": "x"}), "invalid literal"),
+        (server.post("/generate", input_ids=[1], sampling_params={"n": 2}), "expected 1"),
     ]
     for reply, text in cases:
         assert reply.status_code == 400
@@ -236,6 +238,8 @@ def test_a_leak_ends_the_process_as_sglang_does(folder: Path) -> None:
         (["--model-path", "/nowhere/at/all"], "found /nowhere/at/all/config.json"),
         (["--model-path", "MODEL", "--plant", "retract-tial"], "--plant: expected one of"),
         (["--model-path", "MODEL", "--page-size", "16", "--chunked-prefill-size", "100"], "give 96"),
+        (["--model-path", "MODEL", "--device", "nope"], "nope"),
+        (["--model-path", "MODEL", "--speculative-algorithm", "EAGLE"], "expected a draft's folder"),
         (["--model-path", "MODEL", "--pagesize", "16"], "unrecognized arguments: --pagesize"),
     ],
 )

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from .engine import Speculation
     from .server import Server
 
-VERSION = "reference-" + metadata.version("pytest-kvcheck")
+try:
+    VERSION = "reference-" + metadata.version("pytest-kvcheck")
+except metadata.PackageNotFoundError:
+    VERSION = "reference-uninstalled"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -119,31 +122,34 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError as error:
         _refuse(f"the reference engine needs {error.name}: pip install 'pytest-kvcheck[reference]'")
     torch.set_num_threads(1)
+    # Two threads share the interpreter; at the default of 5 ms a hand-over costs more than a decode step.
+    sys.setswitchinterval(0.001)
     arguments = {name: value for name, value in vars(args).items() if name not in ("list_faults",)}
     for name in ("model_path", "speculative_draft_model_path"):
         arguments[name] = arguments[name] and str(arguments[name])
-    options = Options(
-        model=args.model_path,
-        page_size=args.page_size,
-        chunk=args.chunked_prefill_size if args.chunked_prefill_size > 0 else None,
-        mixed_chunk=args.enable_mixed_chunk,
-        context=args.context_length,
-        pool=args.max_total_tokens,
-        max_running=args.max_running_requests,
-        streaming_sessions=args.enable_streaming_session,
-        prefix_cache=not args.disable_radix_cache,
-        overlap=not args.disable_overlap_schedule,
-        retract_interval=retract_interval(args.retract_interval),
-        speculation=speculation(args, Speculation),
-        swa_ratio=args.swa_full_tokens_ratio,
-        dtype=args.dtype,
-        device=args.device,
-        silent=args.silent,
-        plant=tuple(args.plant),
-    )
     try:
+        options = Options(
+            model=args.model_path,
+            page_size=args.page_size,
+            chunk=args.chunked_prefill_size if args.chunked_prefill_size > 0 else None,
+            mixed_chunk=args.enable_mixed_chunk,
+            context=args.context_length,
+            pool=args.max_total_tokens,
+            max_running=args.max_running_requests,
+            streaming_sessions=args.enable_streaming_session,
+            prefix_cache=not args.disable_radix_cache,
+            overlap=not args.disable_overlap_schedule,
+            retract_interval=retract_interval(args.retract_interval),
+            speculation=speculation(args, Speculation),
+            swa_ratio=args.swa_full_tokens_ratio,
+            dtype=args.dtype,
+            device=args.device,
+            silent=args.silent,
+            plant=tuple(args.plant),
+        )
         server = Server(options, arguments, VERSION)
-    except (OptionError, ModelError, ValueError) as error:
+    except (OptionError, ModelError, ValueError, RuntimeError) as error:
+        # torch raises RuntimeError for a device that it does not know and for memory that is not there
         _refuse(str(error))
     try:
         asyncio.run(_serve(server, args.host, args.port))

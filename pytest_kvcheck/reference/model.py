@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 
@@ -134,9 +134,12 @@ class Weights:
         self.folder = folder
         self.tensors: dict[str, Tensor] = {}
         for file in files:
-            with safe_open(str(file), framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    self.tensors[name] = opened.get_tensor(name).to(device=device, dtype=dtype)
+            try:
+                with safe_open(str(file), framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 - not a mapping
+                        self.tensors[name] = opened.get_tensor(name).to(device=device, dtype=dtype)
+            except SafetensorError as error:
+                raise ModelError(f"{file}: expected a safetensors file, found: {error}") from error
 
     def take(self, *names: str) -> Tensor:
         """The named tensors, one under the other: fused projections are one matrix product."""

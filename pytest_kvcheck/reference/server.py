@@ -93,7 +93,7 @@ class Server:
             except Rejected as error:
                 del self.streams[request]
                 return await self._refused(http, request, str(error), streamed)
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError) as error:  # also of fields that have the wrong type
             return await _error_reply(http, str(error), streamed)
         try:
             return await (self._stream(http, request, updates) if streamed else self._whole(request, updates))
