@@ -41,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     faults.add_argument("--measure", action="store_true", help="look for each, beside a clean twin")
     faults.add_argument("--only", action="append", default=[], metavar="FAULT", help="measure only this one")
+    faults.add_argument("--engine", choices=("sglang", "vllm"), help="measure mutants of this engine instead")
+    faults.add_argument("--mutants", type=Path, help="their table, a Python file with SUBJECTS")
+    faults.add_argument("--python", help="interpreter of that engine's environment")
+    faults.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     faults.add_argument("--check", choices=("on", "off", "both"), default="both", help="the engine's own check")
     faults.add_argument("--shrink", action="store_true", help="minimise each that is found, and tell the size")
     faults.add_argument("--budget", type=float, default=6.0, help="seconds of load a case (default: 6)")
@@ -99,9 +103,9 @@ def _faults(chosen: argparse.Namespace) -> int:
         raise LookupError(listed.stderr.strip() or "the reference engine could not list its faults")
     faults = json.loads(listed.stdout)
     if chosen.measure:
-        from pytest_kvcheck.measure import command
+        from pytest_kvcheck.detection import measure_command
 
-        return command({fault["name"]: fault["kind"] for fault in faults}, chosen)
+        return measure_command(faults, chosen)
     for fault in faults:
         print(f"{fault['name']:32} {fault['kind']}  {fault['what']}")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,18 +13,9 @@ from pytest_kvcheck.findings import Finding
 from pytest_kvcheck.judge import Bench
 from pytest_kvcheck.reach import REACH, cell_of
 from pytest_kvcheck.report.results import CaseResult
-from pytest_kvcheck.settings import Settings
-from pytest_kvcheck.shrink.case import shrink_case
 from pytest_kvcheck.shrink.minimise import NO_FAULT
 from pytest_kvcheck.trace import OpRecord, read_trace
 
-_HEAD = """# Detection
-
-Every fault that the reference engine can plant, found by kvcheck or not, with the engine's own memory check on
-and off. `named` says whether the finding's first kind is the planted one (right), or it stands among the kinds
-that fit the observation too (also). `requests` and `seconds` are those of the load until the verdict; `repro`
-is the size of the minimised plan. Made by `kvcheck faults --measure`.
-"""
 Size = Callable[[Case, CaseResult], int | None]
 
 
@@ -92,35 +82,6 @@ class Measurement:
             f"wrong in {len(found) - right - named}; {len(self.alarms)} alarms from {self.twins} clean twins; "
             f"{self.seconds:.0f} s"
         )
-
-
-def command(kinds: dict[str, str], chosen: argparse.Namespace) -> int:
-    """``kvcheck faults --measure``: 1 where a fault was missed or a clean twin raised an alarm."""
-    unknown = sorted(set(chosen.only) - set(kinds))
-    if unknown:
-        raise LookupError(f"--only: expected one of {', '.join(kinds)}, found {unknown[0]!r}")
-    wanted = {name: kind for name, kind in kinds.items() if not chosen.only or name in chosen.only}
-    checks = ("on", "off") if chosen.check == "both" else (chosen.check,)
-    subjects = reference_subjects(wanted, checks)
-    bench = Bench(Settings(budget=chosen.budget, artifacts=chosen.artifacts.resolve()))
-    size = _sizes(bench) if chosen.shrink else None
-    try:
-        measured = measure(subjects, bench, size=size, progress=lambda text: print(text, flush=True))
-    finally:
-        bench.close()
-    text = table(measured)
-    if chosen.output is not None:
-        chosen.output.write_text(f"{_HEAD}\n{text}\n{measured.summary}\n", encoding="utf-8")
-    print(f"\n{text}\n{measured.summary}")
-    return 0 if measured.good else 1
-
-
-def _sizes(bench: Bench) -> Size:
-    def size(case: Case, result: CaseResult) -> int | None:
-        made = shrink_case(bench, case, result)
-        return None if made is None else made.operations
-
-    return size
 
 
 def reference_subjects(kinds: dict[str, str], checks: Iterable[str]) -> list[Subject]:

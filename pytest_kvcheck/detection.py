@@ -1,0 +1,72 @@
+"""``kvcheck faults --measure``: how the reference engine's faults, or an engine's mutants, are found."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from pytest_kvcheck.cells import Case
+from pytest_kvcheck.judge import Bench
+from pytest_kvcheck.measure import Size, Subject, measure, reference_subjects, table
+from pytest_kvcheck.mutants import mutants, subjects_of
+from pytest_kvcheck.report.results import CaseResult
+from pytest_kvcheck.settings import Settings
+from pytest_kvcheck.shrink.case import shrink_case
+
+_HEAD = """# Detection
+
+Every fault that the reference engine can plant, found by kvcheck or not, with the engine's own memory check on
+and off. `named` says whether the finding's first kind is the planted one (right), or it stands among the kinds
+that fit the observation too (also). `requests` and `seconds` are those of the load until the verdict; `repro`
+is the size of the minimised plan. Made by `kvcheck faults --measure`.
+"""
+
+
+def measure_command(faults: Sequence[Mapping[str, str]], chosen: argparse.Namespace) -> int:
+    """1 where a fault was missed or a clean twin raised an alarm; its last line is the summary.
+
+    ``faults`` are the reference engine's. Raises ``LookupError`` and ``OSError`` for bad usage.
+    """
+    subjects = _subjects(faults, chosen)
+    bench = Bench(
+        Settings(
+            budget=chosen.budget,
+            python=chosen.python,
+            device=chosen.device,
+            artifacts=chosen.artifacts.resolve(),
+        )
+    )
+    size = _sizes(bench) if chosen.shrink else None
+    try:
+        measured = measure(subjects, bench, size=size, progress=lambda text: print(text, flush=True))
+    finally:
+        bench.close()
+    text = table(measured)
+    if chosen.output is not None:
+        chosen.output.write_text(f"{_HEAD}\n{text}\n{measured.summary}\n", encoding="utf-8")
+    print(f"\n{text}\n{measured.summary}")
+    return 0 if measured.good else 1
+
+
+def _subjects(faults: Sequence[Mapping[str, str]], chosen: argparse.Namespace) -> list[Subject]:
+    checks = ("on", "off") if chosen.check == "both" else (chosen.check,)
+    if chosen.engine is None:
+        found = reference_subjects({fault["name"]: fault["kind"] for fault in faults}, checks)
+    elif chosen.mutants is None:
+        raise LookupError(f"--engine {chosen.engine}: expected --mutants FILE with the faults to build into it")
+    else:
+        folder = chosen.artifacts.resolve() / "mutants"
+        found = subjects_of(mutants(chosen.mutants), chosen.engine, chosen.device, checks, folder)
+    names = list(dict.fromkeys(subject.name for subject in found))
+    unknown = sorted(set(chosen.only) - set(names))
+    if unknown:
+        raise LookupError(f"--only: expected one of {', '.join(names)}, found {unknown[0]!r}")
+    return [subject for subject in found if not chosen.only or subject.name in chosen.only]
+
+
+def _sizes(bench: Bench) -> Size:
+    def size(case: Case, result: CaseResult) -> int | None:
+        made = shrink_case(bench, case, result)
+        return None if made is None else made.operations
+
+    return size
