@@ -60,7 +60,11 @@ def test_what_cannot_be_read_is_told_and_never_raised(answer: Any) -> None:
     assert read_loads(FakeControl({"/v1/loads": answer}), 0.0, False).error
     sample = account(answer, answer if isinstance(answer, (Answer, str)) else "")
     assert sample.error
-    assert sample.missing or "--enable-metrics" in sample.error
+
+
+def test_a_server_without_metrics_is_told_how_to_have_them() -> None:
+    assert "--enable-metrics" in account(loads(), Answer(404)).error
+    assert "--enable-metrics" not in account(loads(), Answer(None, error="refused")).error
 
 
 def test_an_account_at_rest() -> None:

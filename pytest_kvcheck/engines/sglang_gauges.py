@@ -73,8 +73,8 @@ def read_account(
     if answer.ok:
         sample.missing = [f"sglang:{name}" for name in golden if name not in metrics]
     else:
-        found = answer.error or f"HTTP {answer.status}"
-        sample.error = f"/metrics: {found}; the server needs --enable-metrics. {sample.error}".strip()
+        advice = "; the server needs --enable-metrics" if answer.status == 404 else ""
+        sample.error = f"/metrics: {answer.error or f'HTTP {answer.status}'}{advice}. {sample.error}".strip()
     idle = sample.running == sample.waiting == 0
     sample.pools = [_full_pool(full, metrics, idle, recent)]
     if swa:

@@ -48,6 +48,8 @@ BOTH_WAYS = (
     "abort-release-forgotten",
     "retract-release-forgotten",
 )
+# Without the strict checks this still ends the server, by an assertion of its gauges: nobody is left to ask.
+DIES_ANYWAY = ("double-free",)
 
 
 def features(mutant: Any, strict: bool) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def test_a_broken_line_is_found_and_named(tmp_path: Path, name: str, strict: boo
     assert case["outcome"] in ("leak", "mismatch", "stuck"), f"{case['outcome']}: {run.output[-4000:]}"
     found = {finding["kind"] for finding in run.findings}
     assert found & kinds, f"expected one of {kinds}, found {found}: {run.output[-4000:]}"
-    if not strict:
+    if not strict and name not in DIES_ANYWAY:
         others = [one for one in run.findings if one["oracle"] != "engine_log" and one["kind"] in kinds]
         assert others, f"only the engine's own log told: {run.output[-4000:]}"
 
