@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from pytest_kvcheck.cells import Case, Cell
 from pytest_kvcheck.engines import make_engine
 from pytest_kvcheck.engines.base import Engine
-from pytest_kvcheck.examine import Examination
+from pytest_kvcheck.examine import PATIENCE, Examination
 from pytest_kvcheck.findings import Finding, gravest
 from pytest_kvcheck.launch.errors import LaunchError
 from pytest_kvcheck.launch.models import vocab_size_of
@@ -133,7 +133,9 @@ class Bench:
         header = trace_header(bed, case, plan)
         self.progress(f"{cell.name}::{case.workload.name}: {len(plan.operations)} operations")
         with TraceWriter(folder / "trace.jsonl", header) as trace:
-            facts = Examination(bed, case, plan, trace, plan.seed, focus).run(gauges)
+            facts = Examination(
+                bed, case, plan, trace, plan.seed, focus, self.settings.patience or PATIENCE
+            ).run(gauges)
             dirty = facts.idle is None or not clean(facts.idle) or not facts.server.alive
             if last and not bed.server.attached:
                 facts.server = self._stop() or facts.server
@@ -302,6 +304,7 @@ def again(settings: Settings, case: Case, case_id: str) -> str:
         "seed": settings.seed or None,
         "repeat": case.repeat + 1 if case.repeat else None,
         "budget": settings.budget,
+        "patience": settings.patience,
     }
     for name, value in given.items():
         words += (

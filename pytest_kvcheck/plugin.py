@@ -59,6 +59,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Aim at this many seconds of load a case: fewer rounds, the same shape (ini: kvcheck_budget)",
     )
     add(
+        "--kvcheck-patience",
+        metavar="SECONDS",
+        type=float,
+        help="How long one request may take; a server that shows no token for that long is stuck "
+        "(ini: kvcheck_patience; default: 120)",
+    )
+    add(
         "--kvcheck-gpus",
         metavar="auto|0,1",
         help="GPUs that cells may lease (ini: kvcheck_gpus; default: auto)",
@@ -100,6 +107,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("kvcheck_device", "Device of the engine: cpu or cuda"),
         ("kvcheck_seed", "Seed of all plans"),
         ("kvcheck_budget", "Seconds of load to aim at a case"),
+        ("kvcheck_patience", "Seconds that one request may take"),
         ("kvcheck_gpus", "GPUs that cells may lease: auto, or numbers with commas"),
         ("kvcheck_artifacts", "Folder of traces, gauges, logs and results"),
     ):

@@ -13,7 +13,8 @@ from pytest_kvcheck.cells import DeviceName, EngineName
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of a run. ``budget`` is in seconds of load a case; ``shard`` is (index from 0, count)."""
+    """The options of a run. ``budget`` is in seconds of load a case, ``patience`` in
+    seconds of one request; ``shard`` is (index from 0, count)."""
 
     engine: EngineName | None = None
     url: str | None = None
@@ -22,6 +23,7 @@ class Settings:
     seed: int = 0
     repeat: int = 1
     budget: float | None = None
+    patience: float | None = None
     gpus: str = "auto"
     artifacts: Path = Path(".kvcheck")
     report: Path | None = None
@@ -73,6 +75,7 @@ def from_config(config: pytest.Config) -> Settings:
         seed=int(number("seed", 0) or 0),
         repeat=int(number("repeat", 1) or 1),
         budget=number("budget", 1),
+        patience=number("patience", 1),
         gpus=value("gpus") or "auto",
         artifacts=start / (value("artifacts") or ".kvcheck"),
         report=start / report if report else None,
@@ -84,7 +87,7 @@ def from_config(config: pytest.Config) -> Settings:
     )
 
 
-_INI = ("engine", "python", "device", "seed", "budget", "gpus", "artifacts")
+_INI = ("engine", "python", "device", "seed", "budget", "patience", "gpus", "artifacts")
 
 
 def _shard(text: str | None) -> tuple[int, int] | None:

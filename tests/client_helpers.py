@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pytest_kvcheck.cells import Cell, Features, Model, Position
 from pytest_kvcheck.client.calls import Call
 from pytest_kvcheck.operations import Operation
-from pytest_kvcheck.trace import Finish, Reply
+from pytest_kvcheck.trace import Finish, OpRecord, Reply
+from pytest_kvcheck.workloads.plan import open_sessions
 
 
 class FakeParser:
@@ -93,3 +94,13 @@ class FakeEngine:
 def cell(**features: Any) -> Cell:
     """A cell of the reference engine with these features."""
     return Cell("cell", "llama", "reference", Model("model"), Features(**features), Position("m.yaml", 1, 1))
+
+
+def drain(records: Iterable[OpRecord]) -> tuple[Operation, ...]:
+    """The closes of every session that these records leave open."""
+    seen = list(records)
+    first = 1 + max((record.op.id for record in seen), default=-1)
+    return tuple(
+        Operation(id=first + at, kind="close", session=name, label=f"{name} drain")
+        for at, name in enumerate(open_sessions(seen))
+    )

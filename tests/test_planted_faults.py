@@ -37,7 +37,8 @@ def kinds() -> dict[str, str]:
 
 
 def run(case: Case, folder: Path) -> CaseResult:
-    bench = Bench(Settings(artifacts=folder))
+    # A stuck server is known after less: it answers in milliseconds when it answers.
+    bench = Bench(Settings(artifacts=folder, patience=45.0))
     try:
         return bench.run(case, "planted", last=True)
     finally:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from client_helpers import FakeEngine, cell
+from client_helpers import FakeEngine, cell, drain
 from fake_server import FakeServer
 
 from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.trace import OpRecord, TraceHeader, TraceWriter, read_trace
 from pytest_kvcheck.workloads import make_plan
-from pytest_kvcheck.workloads.plan import PlanBuilder, drain
+from pytest_kvcheck.workloads.plan import PlanBuilder
 from pytest_kvcheck.workloads.runner import Runner
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from client_helpers import FakeEngine, cell
+from client_helpers import FakeEngine, cell, drain
 from fake_server import FakeServer, Json
 
 from pytest_kvcheck.trace import OpRecord
 from pytest_kvcheck.workloads import WORKLOADS, make_plan, why_not
 from pytest_kvcheck.workloads.base import Param
-from pytest_kvcheck.workloads.plan import drain
 from pytest_kvcheck.workloads.runner import Runner
 
 SMALL = {"context_length": 1024, "pool_tokens": 3072, "chunked_prefill": 128, "max_running": 12}

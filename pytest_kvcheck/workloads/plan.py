@@ -211,15 +211,8 @@ def check_plan(operations: Sequence[Operation], open_sessions: Collection[str] =
         ancestors[op.id] = before
 
 
-def drain(records: Iterable[OpRecord]) -> tuple[Operation, ...]:
-    """The closes of every session that these records leave open. Not of one that was opened with a timeout:
-    closing it would hide that the server forgot to.
-    """
+def open_sessions(records: Iterable[OpRecord]) -> list[str]:
+    """The sessions that these records leave open, except those with a timeout: the server is to close them."""
     seen = list(records)
     timed = {record.op.session for record in seen if record.op.kind == "open" and record.op.timeout is not None}
-    first = 1 + max((record.op.id for record in seen), default=-1)
-    names = [name for name, ledger in sessions(seen).items() if ledger.open and name not in timed]
-    return tuple(
-        Operation(id=first + at, kind="close", session=name, label=f"{name} drain")
-        for at, name in enumerate(names)
-    )
+    return [name for name, ledger in sessions(seen).items() if ledger.open and name not in timed]

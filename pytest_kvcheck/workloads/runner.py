@@ -18,9 +18,6 @@ from pytest_kvcheck.trace import Clock, Finish, OpRecord, Phase, Reply, TraceWri
 from pytest_kvcheck.workloads.plan import check_plan
 
 SUPERVISE_EVERY = 0.25
-# With requests in flight, nothing shown and nothing ended for this long means that nothing will come: a first
-# request on a cold engine takes up to 30 s. Later operations would only wait their deadlines one by one.
-STALL = 90.0
 
 
 @dataclass(slots=True)
@@ -38,7 +35,8 @@ class Runner:
 
     Every record goes to ``trace`` as its operation ends. ``alive`` tells whether the server's process lives:
     once it does not, what is left of a plan is recorded as "server died" at once. ``client_lag`` is the
-    greatest delay of the client's own event loop so far, in seconds.
+    greatest delay of the client's own event loop so far, in seconds. ``patience`` in seconds cuts every
+    operation's own deadline.
 
     In records, operations that are no requests (open, close, abort, wait ...) end as "stop" when they went
     well. Any operation with a ``target`` starts once that request has shown ``when_tokens`` or has ended; a
@@ -51,6 +49,7 @@ class Runner:
     trace: TraceWriter | None = None
     alive: Callable[[], bool] | None = None
     client_lag: float = 0.0
+    patience: float = float("inf")
     sessions: dict[str, _Session] = field(default_factory=dict)
 
     def run(
@@ -100,7 +99,6 @@ class _Run:
                 self._dependents[earlier].append(op.id)
         self._budget = budget
         self._ends = float("inf") if budget is None else runner.clock.now() + budget
-        self._moved = (0, 0), runner.clock.now()
         self._stop: tuple[Finish, str] | None = None
         self._stopped = asyncio.Event()
         self._cancelled = False
@@ -153,15 +151,12 @@ class _Run:
         """
         took = record.ended - record.started
         shown = (flight.last_shown for flight in self._flights.values() if flight.last_shown is not None)
-        if record.op.generates and took >= record.op.deadline and max(shown, default=0.0) <= record.started:
+        if (
+            record.op.generates
+            and took >= self._patience(record.op)
+            and max(shown, default=0.0) <= record.started
+        ):
             self._halt("timeout", f"the server is stuck: no request showed a token for {took:.0f} s")
-
-    def _stalled(self) -> bool:
-        """Whether the server has done nothing for anybody for too long, by all that the client can see."""
-        state = len(self._records), sum(flight.shown for flight in self._flights.values())
-        if state != self._moved[0]:
-            self._moved = state, self._clock.now()
-        return self._clock.now() - self._moved[1] > STALL
 
     def _start(self, number: int) -> None:
         task = asyncio.create_task(self._operate(self._operations[number]), name=f"kvcheck-op-{number}")
@@ -240,7 +235,10 @@ class _Run:
         return Reply(finish="stop")
 
     def _deadline(self, op: Operation) -> float:
-        return min(op.deadline, self._ends - self._clock.now())
+        return min(self._patience(op), self._ends - self._clock.now())
+
+    def _patience(self, op: Operation) -> float:
+        return min(op.deadline, self._runner.patience)
 
     async def _request(self, op: Operation, record: OpRecord, flight: Flight) -> Reply:
         session = self._runner.sessions[str(op.session)] if op.kind == "turn" else None
