@@ -9,6 +9,7 @@ import pytest
 from oracle_helpers import make_cell
 
 from pytest_kvcheck.findings import Finding
+from pytest_kvcheck.launch.models import cache_dir
 from pytest_kvcheck.operations import Plan
 from pytest_kvcheck.shrink import passes
 from pytest_kvcheck.shrink.emit import Launch, check_of, emit, issue, repro
@@ -107,12 +108,23 @@ def test_the_operations_stand_first_and_read_as_what_they_are() -> None:
 
 def test_the_launch_command_is_on_the_programs_own_port() -> None:
     text = repro(made("used"), SGLANG)
-    assert (
-        "SGLANG_TEST_RETRACT=1 python -m sglang.launch_server \\\n      --port 30000 \\\n      --page-size 16"
-        in text.replace("\\\\", "\\")
-    )
+    command = r"""
+    SGLANG_TEST_RETRACT=1 \
+      python -m sglang.launch_server \
+      --port 30000 \
+      --page-size 16
+"""
+    assert command in text
     assert "/opt/env" not in text
-    assert "3 of 3 runs (95 % interval 44% to 100%)" in text
+    assert "3 of 3 runs (95 % interval 44% to 100%)" in text.replace("\n", " ")
+
+
+def test_a_synthetic_model_is_made_by_whoever_reads_it() -> None:
+    model = str(cache_dir() / "tiny-llama-a65cd9077993")
+    command = Launch(("/x/python", "-m", "engine", "--model-path", model), {}, "reference", "1").command()
+    assert (
+        command == "kvcheck models make . --only tiny-llama\npython -m engine \\\n  --model-path ./tiny-llama"
+    )
 
 
 def test_a_turns_cached_range_is_written_where_counts_are_the_matter() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from pytest_kvcheck.cells import Case
@@ -43,6 +44,7 @@ def shrink_trace(bench: Bench, case: Case, trace: Path, budget: Budget | None = 
             _write(bench, Case(made.cell, case.workload, case.repeat), made, folder, probe)
     finally:
         bench.close()  # its server was measured for this search only
+        shutil.rmtree(probe.folder, ignore_errors=True)
     return made
 
 

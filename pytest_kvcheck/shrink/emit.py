@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from pytest_kvcheck import __version__
 from pytest_kvcheck.cells import Cell
 from pytest_kvcheck.engines.sglang_wire import REFUSED_PARAMS
 from pytest_kvcheck.findings import Finding
+from pytest_kvcheck.launch.models import cache_dir
 from pytest_kvcheck.operations import Operation, Plan
 from pytest_kvcheck.shrink import passes
 from pytest_kvcheck.shrink.minimise import Minimised
@@ -20,8 +22,8 @@ from pytest_kvcheck.trace import TraceHeader
 
 REPRO, ISSUE = "repro.py", "issue.md"
 PORT = "30000"
-# Prompts up to so many tokens are written out where no seed makes them.
-SHORT = 12
+# Variables that only our own check of a launch needs.
+_OURS = ("SGLANG_EXPOSE_OWN_ENV_VARS",)
 EXPECTED = {
     "used": "with every session closed and no request left, the pool holds as much as before.",
     "rows": "as many requests run side by side afterwards as before.",
@@ -33,7 +35,7 @@ EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the server was started: its command, what its environment had beyond ours, the engine and version."""
+    """How the server was started: its command, its environment beyond ours, the engine and version."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -45,14 +47,28 @@ class Launch:
         return cls(tuple(header.argv), dict(header.env), header.engine, header.engine_version)
 
     def command(self) -> str:
-        """As typed into a shell, on the port that the program expects; "" where it was not ours."""
+        """As typed into a shell, one flag a line, on the port that the program expects."""
         if not self.argv:
-            return "(the server was started by somebody else; use the same configuration)"
-        argv = list(self.argv)
+            return "# the server was started by somebody else; use the same configuration"
+        argv, made = ["python", *self.argv[1:]], []
         if "--port" in argv:
             argv[argv.index("--port") + 1] = PORT
-        env = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
-        return " ".join([*env, shlex.join(["python", *argv[1:]])])
+        for at, word in enumerate(argv):
+            path = Path(word)
+            if path.parent == cache_dir():  # a synthetic model: nobody else has it, and anybody can make it
+                name = path.name.rpartition("-")[0]
+                argv[at] = f"./{name}"
+                made.append(f"kvcheck models make . --only {name}")
+        lines = [
+            f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items()) if name not in _OURS
+        ]
+        lines.append("python")
+        for word in argv[1:]:
+            if word.startswith("--"):
+                lines.append(word)
+            else:
+                lines[-1] += f" {shlex.quote(word)}"
+        return "\n".join([*dict.fromkeys(made), " \\\n  ".join(lines)])
 
 
 def check_of(finding: Finding) -> str:
@@ -106,11 +122,10 @@ def repro(
         autoescape=False,  # a program, not a page
     )
     return environment.get_template("repro.py.j2").render(
-        title=_plain(f"{finding.status.upper()} {finding.kind}: {finding.headline}"),
-        about=_plain(_about(made, launch)),
-        launch="    " + _plain(launch.command()).replace(" --", " \\\\\n      --"),
-        expected=EXPECTED[check],
-        found=_plain(finding.headline),
+        title=_wrapped(f"{finding.status.upper()} {finding.kind}: {finding.headline}"),
+        about=_wrapped(_about(made, launch)),
+        launch=textwrap.indent(launch.command().replace('"' * 3, "'" * 3), "    "),
+        found="\n".join([_wrapped(f"Expected: {EXPECTED[check]}"), _wrapped(f"Found: {finding.headline}")]),
         lines=writer.lines(),
         uses_ids=writer.uses_ids,
         high=passes.highest_id(made.plan),
@@ -125,14 +140,14 @@ def repro(
 def _about(made: Minimised, launch: Launch) -> str:
     return (
         f"{launch.engine} {launch.version}, cell {made.cell.name}, seed {made.plan.seed}; found by kvcheck "
-        f"{__version__}\n(oracle {made.finding.oracle}), minimised from {made.operations_before} operations to "
+        f"{__version__} (oracle {made.finding.oracle}), minimised from {made.operations_before} operations to "
         f"{made.operations}; shown in {made.last}."
     )
 
 
-def _plain(text: str) -> str:
-    """Text that cannot end the program's docstring."""
-    return text.replace("\\", "/").replace('"""', "'''")
+def _wrapped(text: str) -> str:
+    """Text in lines of a docstring, which it cannot end."""
+    return textwrap.fill(text.replace("\\", "/").replace('"' * 3, "'" * 3), 100)
 
 
 class _Writer:
