@@ -156,6 +156,33 @@ def leased(nvml: FakeNvml) -> GpuLease:
     return lease_gpus(1, "0")
 
 
+def test_cells_that_say_how_much_memory_they_take_share_a_gpu(nvml: FakeNvml) -> None:
+    leases = [lease_gpus(1, "0", share=0.12) for _ in range(8)]
+    assert {lease.indices for lease in leases} == {(0,)}
+    for share in (0.01, 0.5, None):
+        with pytest.raises(LaunchError, match="expected 1 free GPUs"):
+            lease_gpus(1, "0", timeout=0.1, share=share)
+    leases.pop().close()
+    lease_gpus(1, "0", share=0.1).close()
+    for lease in leases:
+        lease.close()
+    lease_gpus(1, "0", share=0.5).close()
+
+
+def test_on_a_shared_gpu_only_processes_that_are_surely_the_engines_count(nvml: FakeNvml) -> None:
+    lease = lease_gpus(1, "0", share=0.1)
+    nvml.states[0] = GpuState(9 << 30, {8: 6 << 30})
+    lease.note_processes(frozenset({1, 2}))
+    assert lease.memory_left(60) is None
+    lease.note_processes(frozenset({8}))
+    assert lease.memory_left(0.1) == 6 << 30
+    nvml.states[0] = GpuState(5 << 30, {})  # no processes shown at all: the sum may be others'
+    other = lease_gpus(1, "0", share=0.1)
+    assert other.memory_left(60) is None
+    lease.close()
+    other.close()
+
+
 def test_memory_that_the_engines_process_still_holds_is_left(nvml: FakeNvml) -> None:
     nvml.states[0] = GpuState(3 << 30, {7: 2 << 30})
     lease = leased(nvml)

@@ -1,15 +1,18 @@
 """GPUs: leased by file locks as ports are, with the memory on them before and after through NVML.
 
+A GPU is leased whole, or in sixteenths to cells that say how much of its memory they take (``gpu_memory``).
 NVML is optional. Without it ``--kvcheck-gpus 0,1`` still leases, and no memory is judged.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
@@ -19,6 +22,7 @@ from pytest_kvcheck.launch.ports import registry, try_lock
 
 # A driver's own bookkeeping for a process that is gone; less than any engine takes.
 SLACK = 256 << 20
+PARTS = 16  # of a GPU; a cell that asks for half of one or more has it alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +71,15 @@ def nvml() -> Nvml | None:
 
 @dataclass(slots=True)
 class GpuLease:
-    """GPUs that are ours until :meth:`close` or the death of this process."""
+    """GPUs that are ours until :meth:`close` or the death of this process.
+
+    ``alone`` False: other kvcheck processes may lease other parts of them.
+    """
 
     indices: tuple[int, ...]
     locks: tuple[FileLock, ...]
     reader: Nvml | None
+    alone: bool = True
     before: dict[int, GpuState] = field(default_factory=dict)
     ours: dict[int, set[int]] = field(default_factory=dict)
 
@@ -85,13 +93,13 @@ class GpuLease:
         """Remember which of the GPUs' processes are the engine's, ``tree`` being all of its pids.
 
         Where NVML shows none of the tree (it tells host pids, and we may be in a container), whatever came
-        since the lease counts.
+        since the lease counts, if nobody else may have come.
         """
         for index, state in self._states().items():
             known = self.before.get(index)
             new = state.by_pid.keys() - (known.by_pid if known else {})
             ours = self.ours.setdefault(index, set())
-            ours.update(new & tree or (new if not ours & tree else ()))
+            ours.update(new & tree or (new if self.alone and not ours & tree else ()))
 
     def memory_left(self, timeout: float) -> int | None:
         """Bytes that the ended engine still holds, after waiting at most so long for 0; None: not known.
@@ -110,7 +118,7 @@ class GpuLease:
             before, ours = self.before.get(index), self.ours.get(index)
             if ours:
                 lefts.append(sum(memory for pid, memory in now.by_pid.items() if pid in ours))
-            elif before is not None and not before.by_pid and not now.by_pid:
+            elif self.alone and before is not None and not before.by_pid and not now.by_pid:
                 extra = now.used - before.used
                 lefts.append(extra if extra > SLACK else 0)
         return sum(lefts) if lefts else None
@@ -157,10 +165,13 @@ def candidates(choice: str, reader: Nvml | None) -> list[int]:
     return sorted(visible, key=lambda index: (reader.state(index).used, index))
 
 
-def lease_gpus(count: int, choice: str = "auto", timeout: float = 1800.0) -> GpuLease:
+def lease_gpus(
+    count: int, choice: str = "auto", timeout: float = 1800.0, share: float | None = None
+) -> GpuLease:
     """Lease ``count`` GPUs, waiting at most ``timeout`` seconds for other workers to give them back.
 
-    Raises ``LaunchError`` where there are not so many, or none became free.
+    ``share`` is the part of each GPU's memory that the engine will take: less than a half leaves the rest to
+    others. Raises ``LaunchError`` where there are not so many, or none became free.
     """
     reader = nvml()
     allowed = candidates(choice, reader)
@@ -168,28 +179,44 @@ def lease_gpus(count: int, choice: str = "auto", timeout: float = 1800.0) -> Gpu
         raise LaunchError(
             f"the cell needs {count} GPUs (tp), found {len(allowed)} that --kvcheck-gpus {choice} allows"
         )
+    parts = PARTS if share is None or share >= 0.5 else math.ceil(share * PARTS)
     folder = registry("gpus")
     deadline = time.monotonic() + timeout
     while True:
         # All or nothing: two workers that each hold a half of what both need would wait for ever.
-        held: list[tuple[int, FileLock]] = []
+        held: list[tuple[int, list[FileLock]]] = []
         for index in allowed:
-            lock = try_lock(folder / f"{index}.lock")
-            if lock is not None:
-                held.append((index, lock))
+            locks = _parts(folder, index, parts)
+            if locks:
+                held.append((index, locks))
             if len(held) == count:
-                return _leased(held, reader)
-        _release(lock for _, lock in held)
+                return _leased(held, reader, alone=parts == PARTS)
+        _release(lock for _, locks in held for lock in locks)
         if time.monotonic() >= deadline:
             raise LaunchError(
                 f"expected {count} free GPUs of {allowed} within {timeout:.0f} s, found them leased by other "
-                f"kvcheck processes (lock files in {folder}); use no more xdist workers than GPUs"
+                f"kvcheck processes (lock files in {folder}); use no more xdist workers than GPUs, or let "
+                "cells share one with a gpu_memory below 0.5"
             )
         time.sleep(0.5)
 
 
-def _leased(held: Sequence[tuple[int, FileLock]], reader: Nvml | None) -> GpuLease:
-    lease = GpuLease(tuple(index for index, _ in held), tuple(lock for _, lock in held), reader)
+def _parts(folder: Path, index: int, parts: int) -> list[FileLock]:
+    """So many sixteenths of one GPU, or none."""
+    locks: list[FileLock] = []
+    for part in range(PARTS):
+        lock = try_lock(folder / f"{index}.{part}.lock")
+        if lock is not None:
+            locks.append(lock)
+        if len(locks) == parts:
+            return locks
+    _release(locks)
+    return []
+
+
+def _leased(held: Sequence[tuple[int, list[FileLock]]], reader: Nvml | None, alone: bool) -> GpuLease:
+    locks = tuple(lock for _, those in held for lock in those)
+    lease = GpuLease(tuple(index for index, _ in held), locks, reader, alone)
     lease.before = lease._states()
     return lease
 

@@ -351,7 +351,7 @@ def _prepare(
         raise LaunchError(f"cell {cell.name} ({cell.at}): {error.args[0] if error.args else error}") from None
     lease = None
     if device == "cuda":
-        lease = lease_gpus(cell.features.tp, gpus)
+        lease = lease_gpus(cell.features.tp, gpus, share=cell.features.gpu_memory)
         stack.callback(lease.close)
     ports = lease_ports()
     stack.callback(ports.close)
