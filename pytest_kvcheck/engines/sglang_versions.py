@@ -15,7 +15,8 @@ from pytest_kvcheck.cells import Cell, DeviceName
 Release = tuple[int, int, int]
 
 STREAMING_SESSIONS: Release = (0, 5, 10)
-V1_GONE: Release = (0, 5, 14)
+# Until then overlap chose the code: V2 with it, V1 without it or with topk > 1. From 0.5.13 on it is always V2.
+V1_GONE: Release = (0, 5, 13)
 MIXED_CHUNK_WITH_SPECULATION: Release = (0, 5, 16)  # 0.5.15 turns it off with a warning, 0.5.23 has it
 SOUND_BUSY_CHECK: Release = (0, 5, 11)
 POOL_GAUGES: Release = (0, 5, 11)
@@ -63,7 +64,11 @@ def unsupported(cell: Cell, device: DeviceName, version: str) -> str | None:
     if want.streaming_session and want.strict and have < SOUND_BUSY_CHECK:
         return f"the busy check of SGLang {version} counts lent session slots twice; set strict: false"
     if spec and spec.version == "v1" and have >= V1_GONE:
-        return f"speculation V1 was removed from SGLang in 0.5.14, found {version}"
+        return f"speculation V1 was removed from SGLang in 0.5.13, found {version}"
+    by_v1 = spec and spec.algorithm.upper() != "NGRAM" and (not spec.overlap or spec.topk > 1)
+    if spec and spec.version == "v2" and have < V1_GONE and by_v1:
+        what = "topk > 1" if spec.overlap else "overlap: false"
+        return f"SGLang {version} speculates by V1 where {what} is asked for; set version: v1"
     if want.mixed_chunk and spec and have < MIXED_CHUNK_WITH_SPECULATION:
         return f"SGLang {version} turns mixed chunk off under speculation"
     return None
