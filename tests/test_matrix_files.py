@@ -54,7 +54,7 @@ def test_the_llama_matrix_has_the_promised_cells() -> None:
 
 def test_what_ships() -> None:
     assert list(shipped()) == [
-        *("abort", "all", "eagle_v1", "eagle_v2", "llama", "mixed_chunk", "page256", "retract", "swa"),
+        *("abort", "all", "eagle_v1", "eagle_v2", "fuzz", "llama", "mixed_chunk", "page256", "retract", "swa"),
         "vllm_sessions",
     ]
 
@@ -77,7 +77,7 @@ def test_resolve_prefers_files_and_suggests_names(tmp_path: Path, monkeypatch: p
     with pytest.raises(LookupError) as error:
         resolve("lama")
     assert str(error.value) == (
-        "expected a matrix file or the name of one that ships (abort, all, eagle_v1, eagle_v2, llama, "
+        "expected a matrix file or the name of one that ships (abort, all, eagle_v1, eagle_v2, fuzz, llama, "
         "mixed_chunk, page256, retract, swa, vllm_sessions), found no file 'lama'; did you mean 'llama'?"
     )
     with pytest.raises(LookupError, match=r"found no file 'eagle-v2.yaml'; did you mean 'eagle_v2'\?"):
