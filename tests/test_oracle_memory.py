@@ -290,6 +290,14 @@ def test_the_message_counts_and_not_the_source_that_a_traceback_quotes() -> None
     assert finding.evidence[0].startswith("Log line 9:")
 
 
+def test_a_sum_above_its_total_may_be_a_page_freed_with_live_tokens() -> None:
+    for page, also in ((1, ("K16",)), (16, ("K16", "K15"))):
+        facts = facts_of([FINISHED], log=[leak_line(available=1128)], cell=make_cell(page_size=page))
+        (finding,) = judge_engine_log(facts)
+        assert finding.also[: len(also)] == also
+        assert ("K15" in finding.also) == (page > 1)
+
+
 def test_requests_that_a_check_cut_off_went_the_way_they_were_on() -> None:
     cut = Reply(finish="error", message="server died")
     dead = ServerFacts(alive=False, exit_code=-9)

@@ -100,8 +100,13 @@ def _leak(facts: CaseFacts, events: list[LogEvent]) -> Finding:
         owner=why.owner,
         evidence=(*evidence, *why.evidence),
         next_step="replay the trace with the check on every iteration: the first line names the step",
-        also=tuple(dict.fromkeys((*(("K16",) if over else ()), *(k for k in why.kinds if k != kind)))),
+        also=tuple(dict.fromkeys((*_over(over, page), *(k for k in why.kinds if k != kind)))),
     )
+
+
+def _over(over: bool, page: int) -> tuple[str, ...]:
+    """What else a sum above its total may be: a check that counts twice, or a page freed with live tokens."""
+    return () if not over else ("K16", "K15") if page > 1 else ("K16",)
 
 
 def _series(facts: CaseFacts, pool: str) -> list[Finding]:
@@ -129,7 +134,7 @@ def _series(facts: CaseFacts, pool: str) -> list[Finding]:
             owner=why.owner,
             evidence=(f"Log line {first.line}: {first.text[:CUT]}", *why.evidence),
             next_step="look at what the operations in flight at that line released",
-            also=tuple(dict.fromkeys((*(("K16",) if lost < 0 else ()), *(k for k in why.kinds if k != kind)))),
+            also=tuple(dict.fromkeys((*_over(lost < 0, page), *(k for k in why.kinds if k != kind)))),
         )
     ]
 
