@@ -141,6 +141,16 @@ def test_an_id_that_is_echoed_as_0_is_not_told() -> None:
     assert read(operation(logprobs="input", stream=False), body).faults == []
 
 
+def test_what_is_said_of_a_token_that_nobody_asked_for_is_no_fault() -> None:
+    op = operation("score", stream=False, max_new_tokens=0)
+    meta = {
+        "input_token_logprobs": pairs([5, 6, 7], None),
+        "input_top_logprobs": [None, [[-1.0, 4]], [[-1.0, 4]]],
+    }
+    reply = read(op, event([], LENGTH, output_token_logprobs=pairs([9]), **meta))
+    assert (reply.output_logprobs, reply.faults) == ([], [])
+
+
 # --- refusals and aborts -------------------------------------------------------------------------------
 REFUSED = {"type": "abort", "message": "Streaming sessions do not support offset.", "status_code": 400}
 

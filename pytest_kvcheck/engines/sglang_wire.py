@@ -207,6 +207,8 @@ class SglangParser:
             return
         if reply.finish == "abort" and not self._ids and not self._output:
             return  # stopped before it computed anything
+        if not self._op.max_new_tokens and not self._ids:
+            self._output = []  # under speculation SGLang has an entry for a token that was not asked for
         values, ids = self._pairs("output_token_logprobs", self._output)
         if len(values) != len(self._ids):
             self._fault(
