@@ -137,6 +137,11 @@ MUTANTS = (
                 "            return False\n",
                 "            req.session.abort_req()\n            req.detach_kv()\n            return True\n",
             ),
+            "0.5.12.post1": (
+                SESSION,
+                "            self.release_session(session_id)\n            req.req_pool_idx = None\n",
+                "            self.slots.pop(session_id, None)\n            req.req_pool_idx = None\n",
+            ),
         },
     ),
     Mutant(
@@ -169,6 +174,14 @@ MUTANTS = (
                 "            self.cache.free_kv_row(slot.kv, [(protected_len, slot.kv.kv_allocated_len)])\n",
                 "            self.cache.free_kv_row(slot.kv, [(protected_len, slot.kv.kv_allocated_len)])\n"
                 "            self.cache.free_kv_row(slot.kv, [(protected_len, slot.kv.kv_allocated_len)])\n",
+            ),
+            "0.5.12.post1": (
+                SESSION,
+                "                self.token_to_kv_pool_allocator.free(kv_indices)\n"
+                "            self.req_to_token_pool",
+                "                self.token_to_kv_pool_allocator.free(kv_indices)\n"
+                "                self.token_to_kv_pool_allocator.free(kv_indices)\n"
+                "            self.req_to_token_pool",
             ),
         },
     ),
@@ -250,6 +263,17 @@ MUTANTS = (
                 "                for buffer in pool.get_kv_buffer(layer):\n"
                 "                    buffer[row[prefix_len - 1]] = buffer[row[prefix_len - 2]]\n"
                 "        self._free_tail(req.kv, prefix_len)\n",
+            ),
+            "0.5.12.post1": (
+                SESSION,
+                "        self._free_tail(slot, req, prefix_len)\n",
+                "        if prefix_len - slot.cache_protected_len >= 2:\n"
+                "            pool = self.token_to_kv_pool_allocator.get_kvcache()\n"
+                "            row = self.req_to_token_pool.req_to_token[req.req_pool_idx]\n"
+                "            for layer in range(pool.start_layer, pool.start_layer + pool.layer_num):\n"
+                "                for buffer in pool.get_kv_buffer(layer):\n"
+                "                    buffer[row[prefix_len - 1]] = buffer[row[prefix_len - 2]]\n"
+                "        self._free_tail(slot, req, prefix_len)\n",
             ),
         },
     ),

@@ -1,0 +1,30 @@
+#!/usr/bin/env python3
+"""Ids of a matrix's cases, each configuration and workload once: python cases.py MATRIX...
+
+The shipped matrices share cells, and a repeat costs time on a lent GPU. Skipped cells stay: they say why.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pytest_kvcheck.matrix.loader import load
+from pytest_kvcheck.workloads import parameter_names
+
+
+def main(matrices: list[str]) -> None:
+    seen: set[tuple[str, str]] = set()
+    for matrix in matrices:
+        names = parameter_names()
+        for cell in load(
+            Path(matrix), engine="sglang", device="cuda", workload_names=names, plant=(), silent=False
+        ):
+            for workload in cell.workloads:
+                if (cell.launch_key, workload.name) not in seen:
+                    seen.add((cell.launch_key, workload.name))
+                    print(f"{matrix}::{cell.name}::{workload.name}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
