@@ -13,7 +13,7 @@ export TRITON_CACHE_DIR=/tmp/triton_cache TVM_FFI_CACHE_DIR=/tmp/tvm_cache KVCHE
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 if [ ! -d /tmp/laguna ]; then
   for name in tiny-swa tiny-swa-127; do
-    python3 pytest_kvcheck/reference/synthetic.py fixtures/models/$name /tmp/mellum/$name
+    python3 -P pytest_kvcheck/reference/synthetic.py fixtures/models/$name /tmp/mellum/$name
     python3 $H/laguna.py /tmp/mellum/$name /tmp/laguna/$name
   done
 fi
