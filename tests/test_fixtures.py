@@ -53,7 +53,9 @@ def test_a_clean_server_passes_and_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_planted_leak_fails_inside_the_block(tmp_path: Path) -> None:
-    done = run(tmp_path, TEST, "--kvcheck-plant", "lock-never-released", "--kvcheck-silent", "-k", "gives or give")
+    done = run(
+        tmp_path, TEST, "--kvcheck-plant", "lock-never-released", "--kvcheck-silent", "-k", "gives or give"
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "LEAK K10" in done.stdout
 

@@ -74,7 +74,9 @@ def test_a_module_imports_only_from_layers_below(path: Path) -> None:
 
 
 def test_the_rule_would_notice_a_breach() -> None:
-    assert layer_of("trace") > layer_of("observe") > layer_of("oracles") > layer_of("launch") > layer_of("judge")
+    assert (
+        layer_of("trace") > layer_of("observe") > layer_of("oracles") > layer_of("launch") > layer_of("judge")
+    )
     assert imported_units(PACKAGE / "ledger.py") == {"trace"}
 
 

@@ -463,3 +463,50 @@ def test_a_plan_from_the_builder_runs_clean_through_every_oracle() -> None:
     engine = Simulated()
     engine.run(plan.operations, "workload")
     assert judge(facts_of(engine.records)) == []
+
+
+# --- aborts that nobody heard --------------------------------------------------------------------------
+def aborted_requests(*ran: int, finish: str = "length", lasted: float = 3.0) -> list[OpRecord]:
+    """Requests of 256 tokens, each aborted at its fourth; ``ran`` tells how many tokens came all the same."""
+    records = []
+    for at, shown in enumerate(ran):
+        records.append(
+            op_record(
+                "abort", 100 + at, target=at, when_tokens=4, at=10.0 * at + 0.2,
+                shown=4, lasts=0.01, reply=Reply(finish="stop", http_status=200),
+            )
+        )  # fmt: skip
+        end: Any = finish if shown == 256 else "abort"
+        records.append(
+            op_record(
+                "generate", at, input_ids=(5, 6), max_new_tokens=256, expect="either", label=f"target {at}",
+                at=10.0 * at, first=10.0 * at + 0.1, lasts=lasted,
+                reply=Reply(finish=end, http_status=200, output_ids=list(range(shown))),
+            )
+        )  # fmt: skip
+    return records
+
+
+def test_aborts_that_never_stop_anything_are_named() -> None:
+    found = judge_protocol(facts_of(aborted_requests(256, 256, 256)))
+    assert kinds(found) == [("K03", "mismatch")]
+    assert "252 tokens after it was aborted" in found[0].headline
+    assert "K04" in found[0].also
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        aborted_requests(256, 5, 256),  # one abort worked: the others lost a race
+        aborted_requests(256),  # a single race
+        aborted_requests(256, 256, lasted=0.3),  # over before anybody could have heard
+    ],
+)
+def test_aborts_that_lose_a_race_are_legal(records: list[OpRecord]) -> None:
+    assert judge_protocol(facts_of(records)) == []
+
+
+def test_a_turn_behind_a_retracted_one_may_have_lost_a_token_for_each_retraction() -> None:
+    assert judge_session_arithmetic(facts_of(turns({}, {"retractions": 3}, {"cached_tokens": 52}))) == []
+    found = judge_session_arithmetic(facts_of(turns({}, {"retractions": 3}, {"cached_tokens": 40})))
+    assert kinds(found) == [("K25", "mismatch")]

@@ -57,7 +57,7 @@ def test_switched_off_it_is_clean(tmp_path: Path) -> None:
 def test_help_names_every_option(tmp_path: Path) -> None:
     shown = run_pytest(tmp_path, "--help").stdout
     for option in (
-        "matrix", "engine", "url", "python", "device", "seed", "repeat", "budget", "patience", "gpus", "artifacts",
-        "report", "json", "shard", "plant", "silent", "shrink",
+        "matrix", "engine", "url", "python", "device", "seed", "repeat", "budget", "patience", "gpus",
+        "artifacts", "report", "json", "shard", "plant", "silent", "shrink",
     ):  # fmt: skip
         assert f"--kvcheck-{option}" in shown

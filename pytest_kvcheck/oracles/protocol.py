@@ -14,8 +14,9 @@ FINISHED = ("length", "stop")
 ABOUT_LOGPROBS = re.compile(r"log-?prob|NaN", re.I)
 # What the client did not send, or could not: the cause stands elsewhere.
 NOT_ASKED = re.compile(r"not sent:|interrupted|server died")
-# An abort that the target outlives by this many tokens and seconds was not heard.
-DEAF_TOKENS, DEAF_SECONDS = 64, 10.0
+# An abort that the target outlives by this many tokens and seconds was not heard. Where several targets run to
+# their very end and none was ever stopped, a shorter time is enough: no race is lost every time.
+DEAF_TOKENS, DEAF_SECONDS, ALL_DEAF_SECONDS = 64, 10.0, 0.5
 
 
 def judge_protocol(facts: CaseFacts) -> list[Finding]:
@@ -25,6 +26,8 @@ def judge_protocol(facts: CaseFacts) -> list[Finding]:
     for record in facts.records:
         for kind, sort, text in _judge(facts, record, stopped):
             groups.setdefault((kind, sort), []).append((record, text))
+    if ("K03", "deaf") not in groups and (deaf := _never_heard(facts)):
+        groups["K03", "deaf"] = deaf
     return [_finding(kind, sort, group) for (kind, sort), group in groups.items()]
 
 
@@ -55,7 +58,7 @@ def _judge(facts: CaseFacts, record: OpRecord, stopped: set[int]) -> list[tuple[
         found.append(("K19", "accepted", text))
     if op.expect == "finish" and op.id not in stopped and reply.finish in ("abort", "rejected"):
         found += _unasked(facts, record)
-    if op.expect == "abort" and reply.finish in FINISHED:
+    if op.expect in ("abort", "either") and reply.finish in FINISHED:
         found += _unheard(facts, record)
     return found
 
@@ -71,13 +74,37 @@ def _unasked(facts: CaseFacts, record: OpRecord) -> list[tuple[str, str, str]]:
     return [("K19", how, text)]
 
 
-def _unheard(facts: CaseFacts, record: OpRecord) -> list[tuple[str, str, str]]:
-    """A finish that was to be an abort: a race with the end is legal, running on for long is not."""
-    actions = [
+def _actions(facts: CaseFacts, record: OpRecord) -> list[OpRecord]:
+    """The aborts that were sent while this request ran, the first first."""
+    return [
         r
         for r in facts.records
         if r.op.kind == "abort" and r.op.target == record.op.id and r.shown_at_action is not None
     ]
+
+
+def _never_heard(facts: CaseFacts) -> list[tuple[OpRecord, str]]:
+    """Two or more requests that were aborted early and went on to their full length, where no abort of the
+    whole case stopped anything.
+    """
+    targets = {r.op.target for r in facts.of_phase("workload") if r.op.kind == "abort"}
+    aborted = [r for r in facts.of_phase("workload") if r.op.id in targets]
+    if starved(facts) or any(r.reply.finish == "abort" for r in aborted):
+        return []
+    deaf = []
+    for record in aborted:
+        actions, shown = _actions(facts, record), len(record.reply.output_ids)
+        if not actions or record.reply.finish != "length" or shown < record.op.max_new_tokens:
+            continue
+        ran_on = shown - (actions[0].shown_at_action or 0)
+        if ran_on > DEAF_TOKENS and record.ended - actions[0].ended > ALL_DEAF_SECONDS:
+            deaf.append((record, f"ran on for {ran_on} tokens after it was aborted, to its full length"))
+    return deaf if len(deaf) > 1 else []
+
+
+def _unheard(facts: CaseFacts, record: OpRecord) -> list[tuple[str, str, str]]:
+    """A finish that was to be an abort: a race with the end is legal, running on for long is not."""
+    actions = _actions(facts, record)
     if not actions or starved(facts):
         return []
     ran_on = len(record.reply.output_ids) - (actions[0].shown_at_action or 0)
