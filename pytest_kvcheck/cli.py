@@ -19,6 +19,7 @@ SYNTHETIC = Path(__file__).parent / "reference" / "synthetic.py"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit status (0 good, 1 something was found, 2 bad usage)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="kvcheck", description="Tools around pytest-kvcheck.")
     parser.add_argument("--version", action="version", version=f"kvcheck {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -62,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         each.add_argument("--device", choices=("cpu", "cuda"), help="instead of the trace's own")
         each.add_argument("--model", help="instead of the trace's own: a folder or a hub id")
         each.add_argument("--artifacts", type=Path, default=Path(".kvcheck"), help="where logs go")
+    compare = command(
+        "compare", _compare, "Score a trace's histories on two engines, and say where they differ"
+    )
+    if "compare" in arguments[:1]:
+        from pytest_kvcheck.compare import add_arguments  # it brings the launcher in
+
+        add_arguments(compare)
     command("schema", _schema, "Print the JSON Schema of a matrix, for editors")
     report = command("report", _report, "Write the HTML report of an artifacts folder")
     report.add_argument("dir", type=Path)
@@ -70,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     merge.add_argument("dirs", nargs="+", type=Path)
     merge.add_argument("--output", type=Path, default=Path("kvcheck.json"))
 
-    arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"]:  # argparse would take --help and unknown flags for itself
         return _serve(argparse.Namespace(flags=arguments[1:]))
     chosen = parser.parse_args(arguments)
@@ -148,6 +155,12 @@ def _models(chosen: argparse.Namespace) -> int:
             return status
         print(chosen.dir / name)
     return 0
+
+
+def _compare(chosen: argparse.Namespace) -> int:
+    from pytest_kvcheck.compare import run
+
+    return run(chosen)
 
 
 def _schema(chosen: argparse.Namespace) -> int:
