@@ -150,10 +150,14 @@ def _least(facts: CaseFacts, turn: OpRecord, undone: list[OpRecord], low: int) -
     """The least number of cached tokens that is legal here: everything but a plain turn relaxes it."""
     if turn.reply.retractions or _pressure(facts) or _flushed_before(facts, turn):
         return 0
-    # Each retraction of the turn that left this history may cost it a token that is computed again (SGLang
-    # 0.5.23: 12 and 13 of them after 13 and 14 retractions); which tokens it is, log-probs judge.
+    # A retraction gives back what the turn held. What is missing of it afterwards is computed again by the next
+    # turn (SGLang 0.5.23: 12 tokens after 13 retractions, 3 after 2, 8 after 4); log-probs judge it.
     before = [r for r in turns_of(facts).get(str(turn.op.session), []) if r.ended_seq < turn.started_seq]
-    low = max(0, low - sum(r.reply.retractions or 0 for r in before))
+    for earlier in reversed(before):
+        if earlier.reply.finish in FINISHED and not earlier.reply.retractions:
+            break
+        if earlier.reply.retractions:
+            low = min(low, max(0, earlier.history - 1))
     if not undone:
         return low
     # A turn that the server refused has not run, so the session's KV must be there; one that was stopped while

@@ -275,7 +275,7 @@ def _fuzz(context: WorkloadContext) -> Plan:
     for session in list(fuzz.sessions):
         fuzz.close(session)
     fuzz.fence()
-    if fuzz.server_keeps and fuzz.chance(25):
+    if fuzz.server_keeps and fuzz.chance(50):
         fuzz.timed_out()
     return context.plan(plan, *(["reject"] if fuzz.refuses else []))
 
