@@ -19,7 +19,7 @@ from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.operations import Operation, Plan
 from pytest_kvcheck.oracles import logprobs, rows
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.rest import HOLD, Bed, settle
+from pytest_kvcheck.rest import HASTY, PATIENT, Bed, settle
 from pytest_kvcheck.trace import GaugeSample, Note, OpRecord, Phase, PoolGauge, TraceWriter
 from pytest_kvcheck.workloads import replay
 from pytest_kvcheck.workloads.plan import open_sessions
@@ -34,9 +34,6 @@ PLAN_BOUND = 1800.0
 # The oracles that the probes behind the verdict, and the replay, are for.
 PROBED = frozenset({"rows", "liveness"})
 REPLAYED = frozenset({"logprobs", "self_test"})
-# How long a reading must stay the same where one of many quick probes asks: a slow server misleads one step of
-# a search, and the search's end is confirmed without haste.
-HASTY = 1.5
 
 
 class Examination:
@@ -56,7 +53,7 @@ class Examination:
         patience: float = PATIENCE,
     ) -> None:
         self.bed, self.case, self.plan, self.trace, self.seed = bed, case, plan, trace, seed
-        self.focus = focus
+        self.focus, self.patience = focus, PATIENT if focus is None else HASTY
         self.server, self.engine, self.control = bed.server, bed.server.engine, bed.server.control
         self.runner = Runner(
             self.engine,
@@ -74,8 +71,7 @@ class Examination:
         """All phases in order. A dead server is asked nothing more; what was seen until then is judged."""
         line = self.server.log_line
         self.server.mark()
-        hold = HOLD if self.focus is None else HASTY
-        baseline = settle(self.bed, self._run, None, hold)
+        baseline = settle(self.bed, self._run, None, self.patience)
         facts = self._facts(baseline.account)
         if not self.bed.measured and self._matters(PROBED | REPLAYED):
             self._measure_launch()
@@ -85,7 +81,7 @@ class Examination:
             with Provoker(self.server.base_url, self.engine.provoke_call(self.case.cell)):
                 self._run(self.plan.operations, "workload")
             self._close_sessions()
-            settled = settle(self.bed, self._run, baseline.account, hold)
+            settled = settle(self.bed, self._run, baseline.account, self.patience)
             facts.samples = sampler.stop()
         watch.close()
         facts.idle, facts.idle_reached, facts.idle_wait = settled.account, settled.reached, settled.waited
@@ -163,7 +159,8 @@ class Examination:
         # The nudge was a request too: where that got no reply, one more is enough.
         nudged = [record.reply.finish for record in self.records if record.op.label == "nudge"]
         for attempt in (1, 2) if nudged[-1:] != ["timeout"] else (2,):
-            done = self._run(replay.canary_plan(cell, vocab, self.seed, attempt).operations, "probe")
+            canary = replay.canary_plan(cell, vocab, self.seed, attempt, deadline=self.patience.answer)
+            done = self._run(canary.operations, "probe")
             served = all(record.reply.finish in ("length", "stop") for record in done)
             if served:
                 break

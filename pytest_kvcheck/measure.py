@@ -146,7 +146,9 @@ def _effort(result: CaseResult) -> tuple[int, float]:
     if not result.trace or not Path(result.trace).exists():
         return 0, 0.0
     records = [line for line in read_trace(Path(result.trace)) if isinstance(line, OpRecord)]
-    load = [r for r in records if r.phase == "workload" and r.op.generates and r.rid is not None]
+    asked = [record for record in records if record.op.generates and record.rid is not None]
+    # A server may not live to see the workload.
+    load = [record for record in asked if record.phase == "workload"] or asked
     if not load:
         return 0, 0.0
     return len(load), max(r.ended for r in records) - min(r.started for r in load)

@@ -13,11 +13,24 @@ from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.oracles.base import Promises
 from pytest_kvcheck.trace import Clock, GaugeSample, OpRecord, Phase
 
-# How long a server may take to come to rest after everything was closed: some gauges move every 30 s only.
-IDLE_BOUND = 45.0
-# A reading that is not clean must stay the same this long before it is the verdict: slow is no leak.
-HOLD = 6.0
-NUDGE_DEADLINE = 60.0
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a server may take, in seconds.
+
+    ``rest``: to come to rest after everything was closed; some gauges move every 30 s only. ``hold``: how long
+    a reading that is not clean must stay the same before it is the verdict, since slow is no leak. ``answer``:
+    for one small request.
+    """
+
+    rest: float = 45.0
+    hold: float = 6.0
+    answer: float = 60.0
+
+
+PATIENT = Patience()
+# For one of many quick probes: a slow server misleads one step of a search, and its end is judged patiently.
+HASTY = Patience(rest=15.0, hold=1.5, answer=20.0)
 DRAIN_IDS = 8_000_000
 
 Run = Callable[[Sequence[Operation], Phase], list[OpRecord]]
@@ -64,11 +77,10 @@ class Bed:
         return Operation(id=DRAIN_IDS + self.drains, **fields)  # type: ignore[arg-type]
 
 
-def settle(bed: Bed, run: Run, baseline: GaugeSample | None, hold: float = HOLD) -> Settled:
+def settle(bed: Bed, run: Run, baseline: GaugeSample | None, patience: Patience = PATIENT) -> Settled:
     """Wait, bounded, until nothing runs and the account is back at ``baseline``; then read it in full.
 
     ``run`` runs operations on this server. ``baseline`` None: a server on which nothing should be held.
-    ``hold`` in seconds: how long a reading that is not clean must stay the same to count.
     """
     server, engine = bed.server, bed.server.engine
     started = time.monotonic()
@@ -83,7 +95,7 @@ def settle(bed: Bed, run: Run, baseline: GaugeSample | None, hold: float = HOLD)
         now = time.monotonic()
         if quiet and _home(sample, baseline):
             break
-        if now - started > IDLE_BOUND or (quiet and now - steady_since > hold):
+        if now - started > patience.rest or (quiet and now - steady_since > patience.hold):
             break
         time.sleep(0.1)
     if quiet and bed.rules.stale_when_idle:
@@ -92,7 +104,7 @@ def settle(bed: Bed, run: Run, baseline: GaugeSample | None, hold: float = HOLD)
             kind="generate",
             input_ids=(5, 7, 11, 13),
             max_new_tokens=bed.rules.refresh_tokens,
-            deadline=NUDGE_DEADLINE,
+            deadline=patience.answer,
             label="nudge",
         )
         run([nudge], "drain")

@@ -10,7 +10,7 @@ from pytest_kvcheck.judge import Bench
 from pytest_kvcheck.oracles.logprobs import measure
 from pytest_kvcheck.report.results import CaseResult
 from pytest_kvcheck.shrink.emit import Launch, emit
-from pytest_kvcheck.shrink.minimise import Budget, Minimised, minimise, worst
+from pytest_kvcheck.shrink.minimise import Budget, Minimised, Rate, minimise, same, worst
 from pytest_kvcheck.shrink.probe import BenchProbe
 from pytest_kvcheck.shrink.recorded import recorded
 
@@ -41,16 +41,19 @@ def shrink_trace(bench: Bench, case: Case, trace: Path, budget: Budget | None = 
     try:
         made = minimise(was.plan, case.cell, target, probe, budget=budget, progress=bench.progress)
         if made is not None:
-            _write(bench, Case(made.cell, case.workload, case.repeat), made, folder, probe)
+            _write(bench, Case(made.cell, case.workload, case.repeat), made, folder)
     finally:
         bench.close()  # its server was measured for this search only
         shutil.rmtree(probe.folder, ignore_errors=True)
     return made
 
 
-def _write(bench: Bench, case: Case, made: Minimised, folder: Path, probe: BenchProbe) -> None:
-    """Run the minimised plan once more for its trace, and write the program from what was seen."""
-    facts, _ = bench.examine(case, made.plan, folder, focus=probe.focus)
+def _write(bench: Bench, case: Case, made: Minimised, folder: Path) -> None:
+    """Run the minimised plan once more, patiently and before every oracle, and write the program from that."""
+    facts, findings = bench.examine(case, made.plan, folder)
+    hit = next((finding for finding in findings if same(finding, made.finding)), None)
+    made.finding = hit or made.finding
+    made.last = Rate(made.last.seen + (hit is not None), made.last.tried + 1)
     header = recorded(folder / "trace.jsonl").header
     emit(
         folder,

@@ -35,7 +35,7 @@ class BenchProbe:
 
 def focus_of(target: Finding) -> frozenset[str] | None:
     """The oracles that a minimisation needs for this finding; None: all of them."""
-    if target.status in ("stuck", "crash", "residue"):
+    if target.status in ("crash", "residue"):
         return None
     focus = FREE | {target.oracle}
     if target.kind == "K11" or "K11" in target.also:
