@@ -353,7 +353,11 @@ def _mended(bed: Bed, findings: list[Finding]) -> bool:
         or (finding.status == "leak" and bed.cell.features.strict)
         for finding in findings
     )
-    return not lasting and clean(server.engine.sample(server.control, bed.clock.now()))
+    if lasting:
+        return False
+    # Session gauges may be stale until the next batch; every session was closed before.
+    sample = server.engine.sample(server.control, bed.clock.now())
+    return not sample.error and bool(sample.pools) and not any(gauge.used for gauge in sample.pools)
 
 
 def case_folder(settings: Settings, case_id: str) -> Path:
