@@ -62,6 +62,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/crash":
             print("FATAL crashed in flight", flush=True)
             os._exit(9)
+        if self.path == "/helper":
+            opens = "held = [open('/dev/null') for _ in range(90)]; print('', flush=True); " + ORPHAN
+            self.server.helper = subprocess.Popen([sys.executable, "-c", opens], stdout=subprocess.PIPE)
+            self.server.helper.stdout.readline()
         if self.path == "/leak-fd":
             self.server.kept.append(open("/dev/null"))
         body = b"<html>not json</html>" if "garbage" in traits else json.dumps(

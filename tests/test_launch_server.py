@@ -183,6 +183,21 @@ def test_what_happens_after_the_start_is_seen(tmp_path: Path) -> None:
         assert facts.fds_after - facts.fds_before >= 5
 
 
+def test_a_helper_that_comes_late_brings_descriptors_that_nobody_leaked(tmp_path: Path) -> None:
+    with start(tmp_path) as server:
+        server.mark()
+        server.control.get("/helper")
+        facts = server.facts()
+        assert facts.fds_before is not None
+        assert facts.fds_after is not None
+        assert facts.fds_after - facts.fds_before < 30
+        server.mark()
+        server.control.get("/leak-fd")
+        later = server.facts()
+        assert later.fds_before is not None
+        assert later.fds_before >= facts.fds_after + 90
+
+
 def test_a_crash_between_two_requests_is_a_fact(tmp_path: Path) -> None:
     with start(tmp_path) as server:
         server.control.get("/crash")

@@ -226,14 +226,16 @@ class Server:
         with self._lock:
             if self._final is not None:
                 return self._final
-        alive, after = self.alive(), self.snapshot()
+        alive, now = self.alive(), self.snapshot()
+        # An engine may start helpers late (compile workers of torch), each with descriptors of its own.
+        before, after = self._before.among(now) if alive else self._before, now.among(self._before)
         return ServerFacts(
             alive=alive,
             exit_code=self.exit_status(),
             attached=self.attached,
-            fds_before=self._before.fds,
+            fds_before=before.fds,
             fds_after=after.fds if alive else None,
-            rss_before=self._before.rss or None,
+            rss_before=before.rss or None,
             rss_after=after.rss or None if alive else None,
         )
 

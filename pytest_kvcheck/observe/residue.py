@@ -41,6 +41,11 @@ class TreeSnapshot:
         known = [count for count in counts if count is not None]
         return sum(known) if known and len(known) == len(counts) else None
 
+    def among(self, other: TreeSnapshot) -> TreeSnapshot:
+        """Those of its processes that ``other`` has as well: what one of them gained, no newcomer brought."""
+        theirs = {(process.pid, process.created) for process in other.processes}
+        return TreeSnapshot(tuple(one for one in self.processes if (one.pid, one.created) in theirs))
+
     @property
     def pids(self) -> frozenset[int]:
         return frozenset(process.pid for process in self.processes)

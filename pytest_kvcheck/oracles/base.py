@@ -38,7 +38,8 @@ class ServerFacts:
     ``alive``: whether it ran, or, once stopped, whether it still ran when we began to stop it; ``exit_code``
     is then that of the stop (engines kill themselves on TERM, so -9 is no fault). ``leftover_processes``
     outlived the engine and had to be killed; ``stop_forced``: the engine did not heed TERM within its grace.
-    ``gpu_memory_left``, ``rss_*`` in bytes; descriptors and memory are sums over the process tree.
+    ``gpu_memory_left``, ``rss_*`` in bytes; descriptors and memory are sums over those processes of the tree
+    that were there before and after.
     """
 
     alive: bool = True

@@ -10,7 +10,7 @@ export PYTHONPATH=/tmp/sglsite LD_LIBRARY_PATH=/tmp/sglsite/lib${LD_LIBRARY_PATH
 export SGLANG_IS_FLASHINFER_AVAILABLE=false PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export TRITON_CACHE_DIR=/tmp/triton_cache TVM_FFI_CACHE_DIR=/tmp/tvm_cache KVCHECK_CACHE=/tmp/kvcache
 # Every worker counts its threads by the machine; with a dozen of them on it that is slower than one each.
-export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 if [ ! -d /tmp/laguna ]; then
   for name in tiny-swa tiny-swa-127; do
     python3 -P pytest_kvcheck/reference/synthetic.py fixtures/models/$name /tmp/mellum/$name

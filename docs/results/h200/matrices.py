@@ -5,10 +5,11 @@ Three things differ, each through the overlay that a matrix has for it, or besid
 
 * flags of the slim installation (no FlashAttention 3, no flashinfer): Triton attention, PyTorch sampling;
   float16, which is eight times finer than bfloat16 and what upstream's own EAGLE classes use;
-* ``gpu_memory``, so that seven servers share the one GPU;
+* ``gpu_memory``, so that up to sixteen servers share the one GPU; the engine itself is told a half, since it
+  measures what is free while its neighbours come and go (its pool has a size of its own);
 * the sliding-window model: that release knows no Mellum, so tiny-swa is loaded as Laguna (laguna.py).
 
-Also written: ``arms.yaml`` (speculation against none, in one file), ``mutants.yaml`` and ``reference.yaml``.
+Also written: ``arms.yaml`` (two more arms), ``mutants.yaml`` and ``reference.yaml``.
 JSON is YAML, so each part of a matrix is written as JSON.
 """
 
@@ -31,8 +32,9 @@ FLAGS = {
     "disable-piecewise-cuda-graph": True,
     "cuda-graph-max-bs": 8,
     "dtype": "float16",
+    "mem-fraction-static": 0.5,
 }
-SHARED = {"features": {"gpu_memory": 0.12}, "args": FLAGS}
+SHARED = {"features": {"gpu_memory": 0.06}, "args": FLAGS}
 LLAMA = {
     "path": str(ROOT / "fixtures/models/tiny-llama"),
     "draft": str(ROOT / "fixtures/models/tiny-llama-eagle"),
@@ -74,21 +76,25 @@ def write(out: Path, name: str, matrix: dict[str, Any]) -> None:
 
 
 def arms() -> dict[str, Any]:
-    """No speculation, V1, V2; and V2's variable without overlap, which is V1 on this release."""
-    v1 = {"version": "v1"}
+    """Beside the shipped cells: V2's variable without overlap, which is V1 on this release; and V2 with the
+    compile workers of torch, which come late and bring descriptors of their own.
+    """
     return {
         "family": "arms",
         "model": LLAMA,
         "defaults": DEFAULTS,
         "cells": {
-            "none": {},
-            "v1": {"speculative": v1},
-            "v2": {"speculative": {"version": "v2"}},
-            "v2-no-overlap": {"speculative": {"version": "v2", "overlap": False}},
-            "v1-by-flag": {"speculative": v1, "env": {"SGLANG_ENABLE_SPEC_V2": "1"}},
+            "v2-asked-no-overlap": {
+                "speculative": {"version": "v1"},
+                "env": {"SGLANG_ENABLE_SPEC_V2": "1"},
+            },
+            "v2-compile-workers": {
+                "speculative": {"version": "v2"},
+                "env": {"TORCHINDUCTOR_COMPILE_THREADS": "16"},
+            },
         },
         "engines": {"sglang": SHARED},
-        "workloads": [{"logprob-concurrent": {"rounds": 3}}],
+        "workloads": ["kv-inheritance", "logprob-concurrent"],
     }
 
 
