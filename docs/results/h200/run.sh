@@ -24,8 +24,7 @@ for run in reference v13 main; do
   grep -v "^passed" /tmp/$run-cases.txt | cut -c1-230
   cut -d' ' -f1 /tmp/$run-cases.txt | sort | uniq -c | tr '\n' ' '
 done
-tar -C /tmp -cJf "$OUT/more.tar.xz" reference.txt v13.txt main.txt triton_cache tvm_cache \
-  $(cd "$OUT" && ls reference* v13*.json main-deltas.json | sed 's#^#../'"${OUT#/}"'/#') 2> /dev/null
-rm -f "$OUT"/reference* "$OUT"/v13*.json "$OUT"/main-deltas.json
+mkdir -p /tmp/more && mv "$OUT"/reference* "$OUT"/v13*.json "$OUT"/main-deltas.json /tmp/{reference,v13,main}.txt /tmp/more
+tar -C /tmp -czf "$OUT/more.tgz" more
 tail -n 2 "$OUT/gpu.txt"
 echo "ran $(($(date +%s) - T0)) s"
