@@ -11,7 +11,10 @@ PACKAGE = Path(__file__).parent.parent / "pytest_kvcheck"
 
 # Highest first. Names on one line are one layer: they import each other only inside one folder.
 LAYERS: list[tuple[str, ...]] = [
-    ("plugin", "cli", "items", "session", "doctor", "progress", "reach", "measure", "mutants", "detection", "measure"),
+    (
+        *("plugin", "cli", "items", "session", "doctor", "progress"),
+        *("reach", "measure", "mutants", "detection"),
+    ),
     ("fixtures", "shrink", "compare"),
     ("judge", "examine", "rest", "settings", "reach"),
     ("launch",),

@@ -24,8 +24,8 @@ from pytest_kvcheck.trace import GaugeSample
 INFO_TIMEOUT = 120.0
 # The first request after a start may compile kernels.
 WARM_UP_TIMEOUT = 120.0
-# Long on purpose: on one CPU with AMX, 0.32.0 died (illegal instruction) where the first prompt had 3 tokens, and
-# not where it had 40 or 64. Why was not looked into.
+# Long on purpose: on one CPU with AMX, 0.32.0 died (illegal instruction) where the first prompt had 3 tokens,
+# and not where it had 40 or 64. Why was not looked into.
 WARM_UP = {
     "prompt": list(range(64)),
     "max_tokens": 1,

@@ -52,12 +52,16 @@ class Context:
         self.report(MatrixProblem(self.document.where(path, key=key), expected, found, hint))
 
 
-def _known(forms: Iterable[Mapping[str, Any]]) -> tuple[Known, ...]:
-    return tuple(Known(form["kind"], form["page"], form["until"].isoformat()) for form in forms)
+def _known(forms: Iterable[Mapping[str, Any]], engine: EngineName) -> tuple[Known, ...]:
+    return tuple(
+        Known(form["kind"], form["page"], form["until"].isoformat(), form.get("sometimes", False))
+        for form in forms
+        if form.get("engine") in (None, engine)
+    )
 
 
 def _workloads(
-    entries: Iterable[Mapping[str, Any]], path: KeyPath, context: Context
+    entries: Iterable[Mapping[str, Any]], path: KeyPath, engine: EngineName, context: Context
 ) -> tuple[WorkloadRef, ...]:
     refs: dict[str, WorkloadRef] = {}
     for index, entry in enumerate(entries):
@@ -87,7 +91,7 @@ def _workloads(
             elif not isinstance(value, bool | int | float | str):
                 context.problem(at, "a number, text, true or false", describe(value))
         given = {key: value for key, value in params.items() if key != _RESERVED}
-        refs[name] = WorkloadRef(name, given, known=_known(params.get(_RESERVED, [])))
+        refs[name] = WorkloadRef(name, given, known=_known(params.get(_RESERVED, []), engine))
     return tuple(refs.values())
 
 
@@ -204,7 +208,7 @@ def build_cells(form: Mapping[str, Any], engine: EngineName | None, context: Con
         values, paths = settings.values, settings.paths
         model = _model(settings, context)
         features = _features(settings, name, model, context)
-        workloads = _workloads(values.get("workloads", []), paths.get("workloads", ()), context)
+        workloads = _workloads(values.get("workloads", []), paths.get("workloads", ()), chosen, context)
         if not values.get("workloads") and "workloads" not in context.document.data:
             context.problem(("workloads",), "workloads, at the top or in every cell", "none")
         command = values.get("command")
@@ -221,7 +225,7 @@ def build_cells(form: Mapping[str, Any], engine: EngineName | None, context: Con
             command=None if command is None else tuple(command),
             workloads=workloads,
             exercise=values.get("exercise", "required"),
-            known=_known(values.get("known", [])),
+            known=_known(values.get("known", []), chosen),
             plant=context.plant,
         )
     if not cells and combinations({**form, "exclude": []}):

@@ -23,11 +23,15 @@ GRAVITY: tuple[Outcome, ...] = ("error", *SEVERITY, "passed", "skipped")
 
 
 class KnownRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding that the matrix expects until a day: ``page`` explains it, ``until`` is YYYY-MM-DD."""
+    """A finding that the matrix expects until a day: ``page`` explains it, ``until`` is YYYY-MM-DD.
+
+    ``sometimes``: a run without it is no surprise, and makes nothing stale.
+    """
 
     kind: str
     page: str
     until: str
+    sometimes: bool = False
 
 
 class CaseResult(msgspec.Struct, kw_only=True):
@@ -84,7 +88,11 @@ class CaseResult(msgspec.Struct, kw_only=True):
     def stale(self, today: datetime.date | None = None) -> list[KnownRef]:
         """The ``known`` entries that have expired, or whose finding did not appear."""
         day = (today or datetime.date.today()).isoformat()
-        return [known for known in self.known if known.until < day or known.kind not in self.kinds]
+        return [
+            known
+            for known in self.known
+            if known.until < day or (known.kind not in self.kinds and not known.sometimes)
+        ]
 
     @property
     def expected(self) -> bool:
