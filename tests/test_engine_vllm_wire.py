@@ -143,6 +143,15 @@ def test_what_does_not_fit_is_a_fault(events: list[dict[str, Any]], fault: str) 
     assert any(fault in text for text in read(operation(), *events).faults)
 
 
+def test_an_abort_before_the_first_token_is_told_by_the_counts_alone() -> None:
+    usage = {"prompt_tokens": 4, "completion_tokens": 0}
+    reply = read(operation(), {"choices": [], "usage": usage})
+    assert (reply.finish, reply.faults) == ("abort", [])
+    unended = read(operation(), {"choices": [], "usage": usage}, done=False)
+    assert unended.finish == "error"
+    assert any("without a finish reason" in fault for fault in unended.faults)
+
+
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
