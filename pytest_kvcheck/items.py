@@ -33,7 +33,8 @@ class CaseFailed(Exception):
         self.result = result
 
 
-def _load(path: Path, config: pytest.Config) -> list[Cell]:
+def load_cells(path: Path, config: pytest.Config) -> list[Cell]:
+    """The cells of a matrix under the options of this run. Raises ``MatrixError``."""
     from pytest_kvcheck.matrix.loader import load
     from pytest_kvcheck.workloads import parameter_names
 
@@ -57,7 +58,7 @@ def cells_of_marker(marker: pytest.Mark, config: pytest.Config) -> list[Cell]:
 
     wanted = marker.kwargs.get("cells")
     try:
-        cells = _load(resolve(marker.kwargs.get("matrix", "llama")), config)
+        cells = load_cells(resolve(marker.kwargs.get("matrix", "llama")), config)
     except (MatrixError, LookupError) as error:
         raise pytest.UsageError(f"@pytest.mark.kvcheck: {error}") from error
     unknown = sorted(set(wanted or ()) - {cell.name for cell in cells})
@@ -74,7 +75,7 @@ class MatrixFile(pytest.File):
         from pytest_kvcheck.matrix.loader import MatrixError
 
         try:
-            cells = _load(self.path, self.config)
+            cells = load_cells(self.path, self.config)
         except MatrixError as error:
             raise self.CollectError(str(error)) from error
         for cell in cells:
@@ -97,15 +98,12 @@ class CellNode(pytest.Collector):
 
 
 class KvItem(pytest.Item):
-    """One case. Cases of one launch key carry one xdist group, so that ``--dist loadgroup`` keeps them."""
+    """One case."""
 
     def __init__(self, *, case: Case, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.case = case
-        self.plain_id = self.nodeid
         self.result: CaseResult | None = None
-        if self.config.pluginmanager.has_plugin("xdist"):
-            self.add_marker(pytest.mark.xdist_group(case.cell.launch_key))
 
     def runtest(self) -> None:
         self.result = kv_session(self.config).run(self)

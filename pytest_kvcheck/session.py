@@ -64,6 +64,15 @@ class KvSession:
         others = [item for item in items if not isinstance(item, KvItem)]
         items[:] = others + [item for group in ordered for item in group]
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """With ``--dist loadgroup``, the cases of one launch key stay on one worker."""
+        if config.getvalue("dist") != "loadgroup":
+            return None
+        from pytest_kvcheck.scheduling import LaunchKeyScheduling
+
+        return LaunchKeyScheduling(config, log)
+
     # --- running ---------------------------------------------------------------------------------
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(
@@ -79,7 +88,7 @@ class KvSession:
         last = not (isinstance(following, KvItem) and following.case.cell.launch_key == key)
         from pytest_kvcheck.shrink.kept import run_case
 
-        return run_case(self.bench(), item.case, item.plain_id, last=last)
+        return run_case(self.bench(), item.case, item.nodeid, last=last)
 
     def bench(self) -> Any:
         """What launches servers and judges cases in this process."""
@@ -120,8 +129,8 @@ class KvSession:
             self.results[result.id] = result
         elif report.failed and ".yaml::" in report.nodeid:
             # A worker died, or set-up or teardown failed: the case must not vanish from the results.
-            plain = report.nodeid.partition("@")[0]
-            self.results.setdefault(plain, CaseResult.failed_to_run(plain, report.longreprtext))
+            case_id = report.nodeid
+            self.results.setdefault(case_id, CaseResult.failed_to_run(case_id, report.longreprtext))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if not self.is_worker and report.failed and report.nodeid.endswith((".yaml", ".yml")):

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "pytest_kvcheck"
 # Highest first. Names on one line are one layer: they import each other only inside one folder.
 LAYERS: list[tuple[str, ...]] = [
     (
-        *("plugin", "cli", "items", "session", "doctor", "progress"),
+        *("plugin", "cli", "items", "session", "doctor", "progress", "scheduling"),
         *("reach", "measure", "mutants", "detection"),
     ),
     ("fixtures", "shrink", "compare"),
