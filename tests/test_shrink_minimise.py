@@ -97,6 +97,11 @@ def test_only_features_that_matter_are_left() -> None:
     assert (left.speculative, left.mixed_chunk, left.page_size) == (None, False, 1)
 
 
+def test_a_plan_that_asks_for_nothing_is_no_reproduction() -> None:
+    made = shrink("nth-mid-abort", lambda plan, cell: True)
+    assert [op.kind for op in made.plan.operations] == ["generate"]
+
+
 def test_the_budget_ends_the_search_with_the_best_so_far() -> None:
     made = shrink("stress-concurrent", lambda plan, cell: bool(plan.operations), probes=8)
     assert made.exhausted

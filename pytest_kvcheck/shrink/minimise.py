@@ -206,7 +206,7 @@ class _Search:
         """Whether it still fails the same way; remembered, and False once the budget is spent."""
         key = msgspec.json.encode([plan.operations, cell.launch_key])
         if key not in self._tried:
-            if self.budget.spent or not plan.operations or not _legal(plan):
+            if self.budget.spent or not _legal(plan):
                 return False
             self._tried[key] = all(self._shows(plan, cell) for _ in range(self._repeat))
         return self._tried[key]
@@ -324,6 +324,9 @@ def _only(plan: Plan, units: Sequence[passes.Unit]) -> Plan:
 
 
 def _legal(plan: Plan) -> bool:
+    """Whether it can be run, and asks for something: the harness's own requests must not be what fails."""
+    if not any(op.generates for op in plan.operations):
+        return False
     try:
         check_plan(plan.operations)
     except ValueError:
