@@ -97,6 +97,12 @@ def test_an_abort_in_the_queue_repeats_no_token() -> None:
         operation(max_new_tokens=5), event([8]), event([9], completion_tokens=2), abort, incremental=True
     )
     assert (reply.finish, reply.output_ids, reply.faults) == ("abort", [8, 9], [])
+    # Releases up to 0.5.13 at least do so in a cumulative stream as well.
+    reply = read(operation(max_new_tokens=5), event([8]), event([8, 9]), abort)
+    assert (reply.finish, reply.output_ids, reply.faults) == ("abort", [8, 9], [])
+    abort["meta_info"]["completion_tokens"] = 1
+    reply = read(operation(max_new_tokens=5), event([8]), event([8, 9]), abort)
+    assert "changed tokens that it had shown" in reply.faults[0]
 
 
 def test_both_names_of_the_retraction_count_are_read() -> None:

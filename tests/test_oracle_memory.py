@@ -212,6 +212,12 @@ def test_a_missing_row_shows_in_two_probes() -> None:
     assert finding.headline.startswith("2 of 8 request rows are gone")
 
 
+def test_a_missing_row_shows_where_the_shorter_probe_is_over_at_once() -> None:
+    # Seen on an H200: 43 ms until everyone was in, 85 ms until the first was done.
+    fast = [*probe(1, 6, 8, lasts=10.0, stagger=1.0), *probe(2, 6, 8, lasts=30.0, stagger=1.0)]
+    assert [finding.kind for finding in judge_rows(facts_of(fast))] == ["K11"]
+
+
 def test_all_rows_or_slow_admission_is_no_leak() -> None:
     assert judge_rows(facts_of([*probe(1, 8, 8), *probe(2, 8, 8)])) == []
     assert judge_rows(facts_of(probe(1, 6, 8))) == []

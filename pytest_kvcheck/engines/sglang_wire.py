@@ -166,8 +166,10 @@ class SglangParser:
             return
         output = meta.get("output_token_logprobs")
         output = output if isinstance(output, list) else []
+        # An abort that finds the request queued (retracted, say) repeats its last token only; the count tells.
+        if self._ids and ids == self._ids[-1:] and meta.get("completion_tokens") == len(self._ids):
+            return
         if self._incremental:
-            # An abort that finds the request queued repeats its last token; the count tells.
             if meta.get("completion_tokens") != len(self._ids):
                 self._ids, self._output = self._ids + ids, self._output + output
             return

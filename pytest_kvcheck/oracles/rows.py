@@ -63,7 +63,8 @@ def judge_rows(facts: CaseFacts) -> list[Finding]:
     before = [probe.peak for name, probe in read.items() if name.startswith("before")]
     rows = max(before) if before else min(probe.sent for probe in after)
     missing = {rows - probe.peak for probe in after}
-    clean = all(probe.turned_away == probe.sent - probe.peak and probe.prompt for probe in after)
+    # On a fast server the shorter probe is over almost as soon as everyone was let in: the longer one tells.
+    clean = all(probe.turned_away == probe.sent - probe.peak for probe in after) and after[-1].prompt
     if len(missing) != 1 or not clean or (lost := missing.pop()) <= 0:
         return []
     why = attribute(facts, "rows", None, lost)

@@ -71,7 +71,7 @@ def placed(value: Any, laguna: str) -> Any:
 
 
 def write(out: Path, name: str, matrix: dict[str, Any]) -> None:
-    lines = [f"{key}: {json.dumps(part)}" for key, part in ({"kvcheck": 1} | matrix).items()]
+    lines = [f"{key}: {json.dumps(part, default=str)}" for key, part in ({"kvcheck": 1} | matrix).items()]
     (out / f"{name}.yaml").write_text("\n".join(lines) + "\n")
 
 
