@@ -19,7 +19,7 @@ from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.operations import Operation, Plan
 from pytest_kvcheck.oracles import logprobs, rows
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.rest import HASTY, PATIENT, Bed, settle
+from pytest_kvcheck.rest import HASTY, PATIENT, Bed, home, settle
 from pytest_kvcheck.trace import GaugeSample, Note, OpRecord, Phase, PoolGauge, TraceWriter
 from pytest_kvcheck.workloads import replay
 from pytest_kvcheck.workloads.plan import open_sessions
@@ -87,7 +87,7 @@ class Examination:
         facts.idle, facts.idle_reached, facts.idle_wait = settled.account, settled.reached, settled.waited
         self.trace.write(settled.account)
         # A server that serves nothing is asked nothing more: every further question would wait its whole time.
-        if self.server.alive() and (not self._matters(PROBED) or self._probe()):
+        if self.server.alive() and (not self._matters(PROBED) or self._probe(facts)):
             if self._matters(REPLAYED):
                 self._replay(facts)
             else:
@@ -149,8 +149,9 @@ class Examination:
             "drain",
         )
 
-    def _probe(self) -> bool:
+    def _probe(self, facts: CaseFacts) -> bool:
         """A real request, then as many at once as there are request rows; each again if that was not enough.
+        In between, where memory is missing, what of it is still in the prefix cache.
 
         Returns whether the server serves a request at all.
         """
@@ -164,6 +165,8 @@ class Examination:
             served = all(record.reply.finish in ("length", "stop") for record in done)
             if served:
                 break
+        if served and not home(facts.idle, facts.baseline):
+            self._run(replay.pins_plan(self.records).operations, "probe")
         for attempt in (1, 2):
             if not served or self._row_probe(attempt, "after"):
                 break

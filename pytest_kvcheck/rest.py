@@ -93,7 +93,7 @@ def settle(bed: Bed, run: Run, baseline: GaugeSample | None, patience: Patience 
         if reading != steady:
             steady, steady_since = reading, time.monotonic()
         now = time.monotonic()
-        if quiet and _home(sample, baseline):
+        if quiet and home(sample, baseline):
             break
         if now - started > patience.rest or (quiet and now - steady_since > patience.hold):
             break
@@ -116,8 +116,10 @@ def _used(sample: GaugeSample) -> tuple[int | None, ...]:
     return tuple(gauge.used for gauge in sample.pools)
 
 
-def _home(sample: GaugeSample, baseline: GaugeSample | None) -> bool:
+def home(sample: GaugeSample | None, baseline: GaugeSample | None) -> bool:
     """Whether nothing is held that was not held before; on a fresh server, whether nothing is held at all."""
+    if sample is None:
+        return False
     before = {gauge.pool: gauge.used or 0 for gauge in baseline.pools} if baseline else {}
     sessions = (baseline.sessions or 0) if baseline else 0
     return (sample.sessions or 0) <= sessions and all(
@@ -127,4 +129,4 @@ def _home(sample: GaugeSample, baseline: GaugeSample | None) -> bool:
 
 def clean(account: GaugeSample) -> bool:
     """Whether a server of ours may serve the next case: nothing is held, and everything could be read."""
-    return not account.error and _home(account, None)
+    return not account.error and home(account, None)

@@ -391,3 +391,31 @@ def test_descriptors_that_grow_with_the_requests_are_residue() -> None:
     (finding,) = judge_residue(facts_of(many, server=ServerFacts(fds_before=40, fds_after=140)))
     assert (finding.kind, finding.status) == ("K22", "residue")
     assert "100 descriptors more" in finding.headline
+
+
+# --- locked or lost, where the account does not say ------------------------------------------------------
+def pin(number: int, ids: tuple[int, ...], cached: int) -> OpRecord:
+    return op_record(
+        "generate", 7_000_000 + number, phase="probe", input_ids=ids, max_new_tokens=1, label=f"pin {number}",
+        at=200.0 + number, reply=Reply(finish="length", http_status=200, output_ids=[1], cached_tokens=cached),
+    )  # fmt: skip
+
+
+SHARED = tuple(range(100))
+
+
+@pytest.mark.parametrize(
+    ("pins", "kind"),
+    [
+        ([pin(0, SHARED, 100), pin(1, (*SHARED, 7), 100)], "K10"),  # one prefix, counted once: still all of it
+        ([pin(0, SHARED, 10)], "K01"),  # hits that eviction could have kept
+        ([pin(0, SHARED, 0)], "K01"),
+        ([], "K01"),
+    ],
+)
+def test_tokens_that_are_hit_but_not_evictable_are_locked_and_not_lost(
+    pins: list[OpRecord], kind: str
+) -> None:
+    idle = sample(PoolGauge(total=1000, used=100, available=880, evictable=20, session_held=0), t=100.0)
+    found = judge_conservation(facts_of([FINISHED, *pins], make_cell(), idle=idle))
+    assert [(finding.kind, finding.tokens) for finding in found] == [(kind, 100)]

@@ -7,6 +7,7 @@ total``. For a server that was attached to, others may hold KV: it is judged aga
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 
 from pytest_kvcheck.findings import Finding
 from pytest_kvcheck.oracles.base import CaseFacts
@@ -122,8 +123,10 @@ def _judge_pool(facts: CaseFacts, gauge: PoolGauge) -> list[Finding]:
     own = used > before
     found: list[Finding] = []
     rest = lost
+    # Outputs are cached behind the prompts that were probed, so where most of it is locked, all of it is.
+    locked = rest if 2 * _pinned(facts, gauge) >= rest else 0
     for part, kind in (("protected", "K10"), ("session_held", "K09")):
-        amount = min(rest, _part(facts, gauge, part))
+        amount = min(rest, _part(facts, gauge, part) or (locked if part == "protected" else 0))
         if amount > 0:
             found.append(_leak(facts, gauge, amount, kind, part, own))
             rest -= amount
@@ -138,6 +141,24 @@ def _part(facts: CaseFacts, gauge: PoolGauge, name: str) -> int:
     if facts.server.attached and earlier is not None:
         value -= getattr(earlier, name) or 0
     return value
+
+
+def _pinned(facts: CaseFacts, gauge: PoolGauge) -> int:
+    """How many tokens the pin probe hit beyond those that the account at rest calls evictable: locked ones.
+
+    Only for an account that does not tell them itself. Prompts that share a beginning are counted once.
+    """
+    if gauge.protected is not None or gauge.evictable is None or gauge.pool != "full":
+        return 0
+    hit, had = 0, 0
+    last: tuple[int, ...] = ()
+    probes = [r for r in facts.of_phase("probe") if r.op.label.startswith("pin ")]
+    for record in sorted(probes, key=lambda r: r.op.input_ids):
+        ids, cached = record.op.input_ids, record.reply.cached_tokens or 0
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, last, strict=False)))
+        hit += max(0, cached - min(shared, had))
+        last, had = ids, cached
+    return max(0, hit - gauge.evictable)
 
 
 def _counted_twice(gauge: PoolGauge, used: int) -> int:
@@ -190,6 +211,8 @@ def _leak(facts: CaseFacts, gauge: PoolGauge, amount: int, kind: str, part: str,
         "session_held": "are still charged to sessions (session_held) though every session was closed",
     }.get(part, "were not given back")
     evidence = [_account(gauge)]
+    if part == "protected" and gauge.protected is None:
+        evidence.append("The same prompts, sent again before any flush, still hit more than is evictable.")
     if not own:
         evidence.append(
             "They were gone before this case's first operation: an earlier case or the start lost them."

@@ -16,13 +16,14 @@ from pytest_kvcheck.oracles.suspicion import Suspect
 from pytest_kvcheck.trace import OpRecord
 from pytest_kvcheck.workloads.plan import SPECIAL_IDS
 
-CONTROL, REPLAY, CONFIRM, CANARY, ROWS, SELF_TEST = (n * 1_000_000 for n in range(1, 7))
+CONTROL, REPLAY, CONFIRM, CANARY, ROWS, SELF_TEST, PINS = (n * 1_000_000 for n in range(1, 8))
 CONTROL_TOKENS = 12
 BATCH = 6
 CONFIRMED, SCORED_AGAIN, COMPANY = 4, 3, 12
 ROW_TOKENS = (16, 48)
 # A probe of all rows of a large server would be a load of its own.
 MOST_ROWS = 64
+MOST_PINS = 32
 
 
 class _Chain:
@@ -257,6 +258,24 @@ def row_probe_plan(cell: Cell, vocab: int, seed: int, attempt: int = 1, when: st
             for number in range(rows)
         )
     return chain.plan("rows", seed)
+
+
+def pins_plan(records: Sequence[OpRecord]) -> Plan:
+    """The prompts of the workload that began from nothing, once more with one new token; run it in phase
+    ``probe`` where memory is missing, before any flush.
+
+    What they hit is cached. Where more is hit than the account calls evictable, the rest is locked, not lost.
+    """
+    chain = _Chain(PINS)
+    roots = {r.op.input_ids for r in records if r.phase == "workload" and r.op.generates and not r.history}
+    for number, ids in enumerate(_spread_ids(sorted(roots))):
+        chain.add(_generate(ids, 1, f"pin {number}"))
+    return chain.plan("pins")
+
+
+def _spread_ids(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    step = max(1, -(-len(prompts) // MOST_PINS))
+    return prompts[::step]
 
 
 def self_test_plan(records: Sequence[OpRecord], vocab: int) -> Plan:
