@@ -413,9 +413,7 @@ SHARED = tuple(range(100))
         ([], "K01"),
     ],
 )
-def test_tokens_that_are_hit_but_not_evictable_are_locked_and_not_lost(
-    pins: list[OpRecord], kind: str
-) -> None:
+def test_tokens_that_are_hit_but_not_evictable_are_locked_and_not_lost(pins: list[OpRecord], kind: str) -> None:
     idle = sample(PoolGauge(total=1000, used=100, available=880, evictable=20, session_held=0), t=100.0)
     found = judge_conservation(facts_of([FINISHED, *pins], make_cell(), idle=idle))
     assert [(finding.kind, finding.tokens) for finding in found] == [(kind, 100)]
