@@ -175,23 +175,6 @@ def test_harmless_lines_are_not(text: str) -> None:
     assert match_line(LOG_RULES, text, 1, 0.0) == []
 
 
-# --- environment ---------------------------------------------------------------------------------
-def test_a_finished_environment_is_used_as_it_is(tmp_path: Path) -> None:
-    folder = tmp_path / "env"
-    python = folder / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    assert install.interpreter(folder) is None, "one that was cut short is not finished"
-    (folder / install.MARK).write_text(install.recipe_hash())
-    assert install.install(folder) == python
-
-
-def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(RuntimeError, match="expected an empty folder"):
-        install.install(tmp_path)
-
-
 # --- start-up patch ------------------------------------------------------------------------------
 def patched(tmp_path: Path, old: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "victim.py").write_text("VALUE = 1\nOTHER = 1\n")

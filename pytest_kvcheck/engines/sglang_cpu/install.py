@@ -1,97 +1,16 @@
 """Makes the environment for SGLang on a CPU: ``python -m pytest_kvcheck.engines.sglang_cpu.install [FOLDER]``.
 
-About 400 MB of downloads and 2.9 GB on disk. A finished environment of the same recipe is used as it is; one
-that was cut short is made anew. The last line of output is the path of its interpreter.
+A finished environment of the same recipe is used as it is; one that was cut short is made anew. The last line
+of output is the path of its interpreter.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-from filelock import FileLock
+from pytest_kvcheck.engines.installing import Environment
 
-RECIPE = Path(__file__).with_name("recipe.txt")
-PYTHONS = ((3, 11), (3, 12), (3, 13))
-
-
-def recipe_hash() -> str:
-    """Changes with the recipe and with the Python that would run it."""
-    text = RECIPE.read_bytes() + f"python{sys.version_info[0]}.{sys.version_info[1]}".encode()
-    return hashlib.sha256(text).hexdigest()[:12]
-
-
-def default_folder() -> Path:
-    """``$KVCHECK_CACHE/engines/sglang-0.5.23-<hash>``, by default below ``~/.cache/kvcheck``."""
-    cache = os.environ.get("KVCHECK_CACHE")
-    root = Path(cache) if cache else Path.home() / ".cache" / "kvcheck"
-    return root / "engines" / f"sglang-0.5.23-{recipe_hash()}"
-
-
-def interpreter(folder: Path) -> Path | None:
-    """The interpreter of a finished environment of this recipe, or None."""
-    mark = folder / "kvcheck-recipe"
-    python = folder / "bin" / "python"
-    if python.exists() and mark.exists() and mark.read_text().strip() == recipe_hash():
-        return python
-    return None
-
-
-def install(folder: Path) -> Path:
-    """Makes the environment if it is not there, and returns its interpreter.
-
-    Raises ``RuntimeError`` with one paragraph where the folder holds something else or a step failed.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(folder.name + ".lock")):
-        ready = interpreter(folder)
-        if ready:
-            return ready
-        if folder.exists():
-            if any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
-                raise RuntimeError(
-                    f"{folder}: expected an empty folder or an environment, found other files; name another"
-                )
-            shutil.rmtree(folder)
-        _run([sys.executable, "-m", "venv", str(folder)])
-        python = folder / "bin" / "python"
-        lines = [line for line in RECIPE.read_text().splitlines() if line and not line.startswith("#")]
-        with_deps = [line for line in lines if not line.startswith("--no-deps")]
-        without = [line.removeprefix("--no-deps ") for line in lines if line.startswith("--no-deps")]
-        _run([str(python), "-m", "pip", "install", *with_deps])
-        _run([str(python), "-m", "pip", "install", "--no-deps", *without])
-        (folder / "kvcheck-recipe").write_text(recipe_hash() + "\n")
-        return python
-
-
-def _run(command: list[str]) -> None:
-    print("+", *command, file=sys.stderr, flush=True)
-    done = subprocess.run(command, stdout=sys.stderr, check=False)
-    if done.returncode:
-        short = " ".join(command[:4])
-        raise RuntimeError(f"`{short} ...` ended with exit code {done.returncode}; its output stands above")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m pytest_kvcheck.engines.sglang_cpu.install")
-    parser.add_argument("folder", nargs="?", type=Path, help="where to make it (default: %(default)s)")
-    parser.set_defaults(folder=default_folder())
-    folder: Path = parser.parse_args().folder
-    if sys.version_info[:2] not in PYTHONS:
-        print(f"expected Python 3.11 to 3.13, found {sys.version.split()[0]}", file=sys.stderr)
-        return 2
-    try:
-        print(install(folder.absolute()))
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
+ENVIRONMENT = Environment("sglang-0.5.23", Path(__file__).with_name("recipe.txt"))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(ENVIRONMENT.main("pytest_kvcheck.engines.sglang_cpu.install"))

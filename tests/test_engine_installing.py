@@ -1,4 +1,4 @@
-"""Making the environment for SGLang on a CPU, without making one: pip is played by the test."""
+"""Making the environment of an engine, without making one: pip is played by the test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvcheck.engines.sglang_cpu import install
+from pytest_kvcheck.engines import installing
+from pytest_kvcheck.engines.installing import Environment
+from pytest_kvcheck.engines.sglang_cpu.install import ENVIRONMENT
+from pytest_kvcheck.engines.vllm_cpu.install import ENVIRONMENT as VLLM
 
 
 @pytest.fixture
@@ -23,12 +26,12 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             (folder / "bin" / "python").touch()
             (folder / "pyvenv.cfg").touch()
 
-    monkeypatch.setattr(install, "_run", run)
+    monkeypatch.setattr(installing, "_run", run)
     return ran
 
 
 def test_an_environment_is_made_by_the_recipe(tmp_path: Path, commands: list[list[str]]) -> None:
-    python = install.install(tmp_path / "env")
+    python = ENVIRONMENT.install(tmp_path / "env")
     assert python == tmp_path / "env" / "bin" / "python"
     make, with_deps, without = commands
     assert make[1:3] == ["-m", "venv"]
@@ -37,45 +40,51 @@ def test_an_environment_is_made_by_the_recipe(tmp_path: Path, commands: list[lis
     assert all("==" in package for package in (*with_deps[4:], *without[5:])), "every version is pinned"
 
 
+def test_a_line_of_the_recipe_may_be_a_pip_call_of_its_own() -> None:
+    torch, vllm, away = VLLM.pip_calls()
+    assert torch == ["install", "torch==2.13.0"]
+    assert vllm[:2] == ["install", "torch==2.13.0"]
+    assert away[:2] == ["uninstall", "-y"]
+
+
 def test_a_finished_environment_is_used_again(tmp_path: Path, commands: list[list[str]]) -> None:
-    first = install.install(tmp_path / "env")
+    first = ENVIRONMENT.install(tmp_path / "env")
     commands.clear()
-    assert install.install(tmp_path / "env") == first
+    assert ENVIRONMENT.install(tmp_path / "env") == first
     assert commands == []
 
 
 def test_an_environment_that_was_cut_short_is_made_anew(tmp_path: Path, commands: list[list[str]]) -> None:
-    install.install(tmp_path / "env")
+    ENVIRONMENT.install(tmp_path / "env")
     (tmp_path / "env" / "kvcheck-recipe").unlink()
     commands.clear()
-    install.install(tmp_path / "env")
+    ENVIRONMENT.install(tmp_path / "env")
     assert len(commands) == 3
 
 
 def test_an_environment_of_another_recipe_is_made_anew(tmp_path: Path, commands: list[list[str]]) -> None:
-    install.install(tmp_path / "env")
+    ENVIRONMENT.install(tmp_path / "env")
     (tmp_path / "env" / "kvcheck-recipe").write_text("another\n")
-    assert install.interpreter(tmp_path / "env") is None
-    install.install(tmp_path / "env")
-    assert install.interpreter(tmp_path / "env")
+    assert ENVIRONMENT.interpreter(tmp_path / "env") is None
+    ENVIRONMENT.install(tmp_path / "env")
+    assert ENVIRONMENT.interpreter(tmp_path / "env")
 
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, commands: list[list[str]]) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(RuntimeError, match="expected an empty folder or an environment"):
-        install.install(tmp_path)
+        ENVIRONMENT.install(tmp_path)
     assert (tmp_path / "thesis.txt").exists()
     assert commands == []
 
 
 def test_the_folder_is_keyed_by_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVCHECK_CACHE", str(tmp_path))
-    folder = install.default_folder()
-    assert folder == tmp_path / "engines" / f"sglang-0.5.23-{install.recipe_hash()}"
+    folder = ENVIRONMENT.default_folder()
+    assert folder == tmp_path / "engines" / f"sglang-0.5.23-{ENVIRONMENT.digest()}"
     other = tmp_path / "recipe.txt"
     other.write_text("torch==0\n")
-    monkeypatch.setattr(install, "RECIPE", other)
-    assert install.default_folder() != folder
+    assert Environment("sglang-0.5.23", other).default_folder() != folder
 
 
 def test_the_last_line_is_the_interpreter(
@@ -85,7 +94,7 @@ def test_the_last_line_is_the_interpreter(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["install", str(tmp_path / "env")])
-    assert install.main() == 0
+    assert ENVIRONMENT.main("install") == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "env" / "bin" / "python")
 
 
@@ -94,6 +103,6 @@ def test_a_step_that_fails_is_one_paragraph(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["install", str(tmp_path / "env")])
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert install.main() == 1
+    assert ENVIRONMENT.main("install") == 1
     assert "ended with exit code 1" in capfd.readouterr().err
-    assert install.interpreter(tmp_path / "env") is None
+    assert ENVIRONMENT.interpreter(tmp_path / "env") is None
