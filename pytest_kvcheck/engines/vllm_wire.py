@@ -125,7 +125,7 @@ class CompletionParser:
             reply.finish, reply.message = self._refused
         elif self._reason in FINISHES:
             reply.finish = FINISHES[self._reason]
-        elif self._done and not self._ids and self._usage.get("completion_tokens") == 0:
+        elif (self._done or complete) and not self._ids and self._usage.get("completion_tokens") == 0:
             # All that vLLM 0.32 says of a request that was aborted before its first token: its counts.
             reply.finish, reply.message = "abort", "ended before its first token"
         elif self._reason is not None:
