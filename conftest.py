@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["pytester"]
-
 
 @pytest.fixture(scope="session")
 def repository() -> Path:

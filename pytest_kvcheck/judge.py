@@ -154,6 +154,11 @@ class Bench:
         self, result: CaseResult, facts: CaseFacts, findings: list[Finding], folder: Path, argv: list[str]
     ) -> CaseResult:
         floor = measure(facts.records)
+        lacks = dict(facts.promises.lacks)
+        if facts.server.attached:
+            lacks["residue"] = "the server is not ours, so it was not stopped"
+        if facts.log_path is None:
+            lacks["engine_log"] = "the server writes its output to no file that we can read"
         return replace(
             result,
             outcome=gravest(findings),
@@ -164,8 +169,8 @@ class Bench:
             argv=list(argv),
             trace=str(folder / "trace.jsonl"),
             log=str(facts.log_path) if facts.log_path else "",
-            lacks=dict(facts.promises.lacks),
-            judged=sorted(set(ORACLES) - set(facts.promises.lacks)),
+            lacks=lacks,
+            judged=sorted(set(ORACLES) - set(lacks)),
             noise_floor=floor.spread.greatest if floor.known else None,
         )
 
@@ -296,7 +301,12 @@ def _unfit(server: Server, cell: Cell) -> str:
 
 def again(settings: Settings, case: Case, case_id: str) -> str:
     """The command that runs this case again with the same plan, to be typed where pytest was started."""
-    words = ["pytest", "-p", "kvcheck", case_id.partition("#")[0], "--kvcheck-engine", case.cell.engine]
+    matrix = Path(case.cell.at.file)
+    if matrix.is_absolute():  # outside of where pytest was started: its node id names nothing there
+        what = ["--kvcheck-matrix", str(matrix), "-k", f"{case.cell.name} and {case.workload.name}"]
+    else:
+        what = [case_id.partition("#")[0]]
+    words = ["pytest", "-p", "kvcheck", *what, "--kvcheck-engine", case.cell.engine]
     given = {
         "url": settings.url,
         "python": settings.python,

@@ -164,7 +164,10 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> MatrixFile
     _activate(parent.config)
     from pytest_kvcheck.items import MatrixFile
 
-    return MatrixFile.from_parent(parent, path=file_path)
+    if file_path.is_relative_to(parent.config.rootpath):
+        return MatrixFile.from_parent(parent, path=file_path)
+    # pytest leaves the path of a file outside its root folder out of node ids; then the file's name must do.
+    return MatrixFile.from_parent(parent, path=file_path, nodeid=file_path.name)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -190,7 +193,10 @@ def kv_server(request: pytest.FixtureRequest) -> KvServer:
     from pytest_kvcheck.fixtures import KvServer
     from pytest_kvcheck.items import kv_session
 
-    return KvServer(kv_session(request.config).bench().bed_for(cell, request.node.nodeid))
+    bed = kv_session(request.config).bench().bed_for(cell, request.node.nodeid)
+    if bed.unfit:
+        pytest.skip(bed.unfit)
+    return KvServer(bed)
 
 
 @pytest.fixture

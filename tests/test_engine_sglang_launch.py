@@ -337,7 +337,7 @@ def test_the_reference_engine_is_started_with_flags_that_it_knows() -> None:
 
 def test_the_reference_engines_version_is_the_packages() -> None:
     pytest.importorskip("torch")
-    assert ReferenceEngine().installed_version(sys.executable) == __version__
+    assert ReferenceEngine().installed_version(sys.executable) == f"reference-{__version__}"
 
 
 def test_an_unknown_engine_is_refused_by_name() -> None:

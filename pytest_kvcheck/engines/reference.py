@@ -33,7 +33,7 @@ class ReferenceEngine(SglangEngine):
     def installed_version(self, python: str) -> str:
         """This package's version, if that interpreter has torch to run it with."""
         package_version(python, "torch", "install it with `pip install 'pytest-kvcheck[reference]'`")
-        return __version__
+        return f"reference-{__version__}"
 
     def launch_spec(self, inputs: LaunchInputs) -> LaunchSpec:
         cell = inputs.cell
