@@ -14,6 +14,8 @@ from pytest_kvcheck.reach import REACH, cell_of
 from pytest_kvcheck.settings import Settings
 from pytest_kvcheck.shrink.case import shrink_case
 
+pytestmark = pytest.mark.nightly
+
 GREATEST = 6
 QUICK = ("cached-tokens-off-by-one",)
 
