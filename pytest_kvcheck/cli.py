@@ -48,6 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     faults.add_argument("--check", choices=("on", "off", "both"), default="both", help="the engine's own check")
     faults.add_argument("--shrink", action="store_true", help="minimise each that is found, and tell the size")
+    faults.add_argument("--workload", help="look for all of them with this workload alone, such as fuzz")
+    faults.add_argument(
+        "--plans",
+        type=int,
+        choices=range(1, 1001),
+        metavar="N",
+        default=1,
+        help="most plans of different seeds a fault, and as many as each clean twin gets (default: 1)",
+    )
     faults.add_argument("--budget", type=float, default=6.0, help="seconds of load a case (default: 6)")
     faults.add_argument("--artifacts", type=Path, default=Path(".kvcheck"), help="where traces and logs go")
     faults.add_argument("--output", type=Path, help="write the table as Markdown (docs/detection.md)")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 
 from pytest_kvcheck.cells import Case
@@ -12,13 +14,16 @@ from pytest_kvcheck.mutants import mutants, subjects_of
 from pytest_kvcheck.report.results import CaseResult
 from pytest_kvcheck.settings import Settings
 from pytest_kvcheck.shrink.case import shrink_case
+from pytest_kvcheck.workloads import WORKLOADS
 
 _HEAD = """# Detection
 
 Every fault that the reference engine can plant, found by kvcheck or not, with the engine's own memory check on
 and off. `named` says whether the finding's first kind is the planted one (right), or it stands among the kinds
-that fit the observation too (also). `requests` and `seconds` are those of the load until the verdict; `repro`
-is the size of the minimised plan. Made by `kvcheck faults --measure`.
+that fit the observation too (also). `plans` is how many plans of the workload it took, `requests` and `seconds`
+are those of the load until the verdict; `repro` is the size of the minimised plan. Made by
+
+    {command}
 """
 
 
@@ -38,12 +43,15 @@ def measure_command(faults: Sequence[Mapping[str, str]], chosen: argparse.Namesp
     )
     size = _sizes(bench) if chosen.shrink else None
     try:
-        measured = measure(subjects, bench, size=size, progress=lambda text: print(text, flush=True))
+        measured = measure(
+            subjects, bench, plans=chosen.plans, size=size, progress=lambda text: print(text, flush=True)
+        )
     finally:
         bench.close()
     text = table(measured)
     if chosen.output is not None:
-        chosen.output.write_text(f"{_HEAD}\n{text}\n{measured.summary}\n", encoding="utf-8")
+        head = _HEAD.format(command=shlex.join(["kvcheck", *sys.argv[1:]]))
+        chosen.output.write_text(f"{head}\n{text}\n{measured.summary}\n", encoding="utf-8")
     print(f"\n{text}\n{measured.summary}")
     return 0 if measured.good else 1
 
@@ -51,7 +59,10 @@ def measure_command(faults: Sequence[Mapping[str, str]], chosen: argparse.Namesp
 def _subjects(faults: Sequence[Mapping[str, str]], chosen: argparse.Namespace) -> list[Subject]:
     checks = ("on", "off") if chosen.check == "both" else (chosen.check,)
     if chosen.engine is None:
-        found = reference_subjects({fault["name"]: fault["kind"] for fault in faults}, checks)
+        if chosen.workload not in (None, *WORKLOADS):
+            raise LookupError(f"--workload: expected one of {', '.join(WORKLOADS)}, found {chosen.workload!r}")
+        kinds = {fault["name"]: fault["kind"] for fault in faults}
+        found = reference_subjects(kinds, checks, chosen.workload)
     elif chosen.mutants is None:
         raise LookupError(f"--engine {chosen.engine}: expected --mutants FILE with the faults to build into it")
     else:

@@ -33,7 +33,9 @@ class Subject:
 
 @dataclass(slots=True)
 class Row:
-    """What became of one subject. ``seconds`` and ``requests`` are those of the load until the verdict."""
+    """What became of one subject. ``seconds`` and ``requests`` are those of the load until the verdict, over
+    all ``plans`` that it took.
+    """
 
     subject: Subject
     outcome: str
@@ -42,6 +44,7 @@ class Row:
     requests: int = 0
     seconds: float = 0.0
     operations: int | None = None
+    plans: int = 1
 
     @property
     def found(self) -> bool:
@@ -84,8 +87,11 @@ class Measurement:
         )
 
 
-def reference_subjects(kinds: dict[str, str], checks: Iterable[str]) -> list[Subject]:
-    """The faults of the reference engine (name -> kind), with its strict check ``on`` and ``off``.
+def reference_subjects(
+    kinds: dict[str, str], checks: Iterable[str], workload: str | None = None
+) -> list[Subject]:
+    """The faults of the reference engine (name -> kind), with its strict check ``on`` and ``off``; each before
+    the workload of its row, or all of them before this one.
 
     Raises ``LookupError`` for a fault that :data:`~pytest_kvcheck.reach.REACH` does not know.
     """
@@ -101,7 +107,8 @@ def reference_subjects(kinds: dict[str, str], checks: Iterable[str]) -> list[Sub
                 continue
             cell = cell_of(reach.cell, plant=(name,), silent=silent)
             twin = cell_of(reach.cell, silent=silent)
-            found.append(Subject(name, frozenset({kind}), check, cell, twin, reach.workload))
+            chosen = WorkloadRef(workload) if workload else reach.workload
+            found.append(Subject(name, frozenset({kind}), check, cell, twin, chosen))
     return found
 
 
@@ -109,10 +116,13 @@ def measure(
     subjects: Sequence[Subject],
     bench: Bench,
     *,
+    plans: int = 1,
     size: Size | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Measurement:
-    """Run every subject and every distinct twin once. ``size`` minimises a found case and says how far."""
+    """Run every distinct twin with ``plans`` plans of its workload, and every subject with as many or until it
+    is found. ``size`` minimises a found case and says how far.
+    """
     found = Measurement()
     began = time.monotonic()
     twins = {(s.twin.launch_key, s.workload.name): s for s in subjects}
@@ -121,19 +131,26 @@ def measure(
     for subject, following in itertools.zip_longest(ordered, ordered[1:]):
         last = following is None or following.twin.launch_key != subject.twin.launch_key
         case_id = f"clean-{subject.check}::{subject.twin.name}::{subject.workload.name}"
-        result = bench.run(Case(subject.twin, subject.workload), case_id, last=last)
-        if result.outcome != "passed":
-            found.alarms[case_id] = f"{result.outcome}: {result.reason}"
-        progress(f"clean twin {case_id}: {result.outcome}")
+        for number in range(plans):
+            case = Case(subject.twin, subject.workload, number)
+            result = bench.run(case, case_id, last=last and number == plans - 1)
+            if result.outcome != "passed":
+                found.alarms[case_id] = f"{result.outcome}: {result.reason}"
+        progress(f"clean twin {case_id}: {found.alarms.get(case_id, 'silent')}")
     found.twins = len(twins)
     silent = {subject.name for subject in subjects if subject.check == "off"}
     for subject in subjects:
-        case = Case(subject.cell, subject.workload)
         case_id = f"{subject.name}-{subject.check}::{subject.cell.name}::{subject.workload.name}"
-        result = bench.run(case, case_id, last=True)
-        defects = [finding for finding in result.findings if finding.status not in NO_FAULT]
-        row = Row(subject, result.outcome, result.reason, defects)
-        row.requests, row.seconds = _effort(result)
+        requests, seconds = 0, 0.0
+        for number in range(plans):
+            case = Case(subject.cell, subject.workload, number)
+            result = bench.run(case, case_id, last=True)
+            defects = [finding for finding in result.findings if finding.status not in NO_FAULT]
+            asked, took = _effort(result)
+            requests, seconds = requests + asked, seconds + took
+            if defects:
+                break
+        row = Row(subject, result.outcome, result.reason, defects, requests, seconds, plans=number + 1)
         # A search turns the engine's check off where it can: once for each fault is enough.
         if size is not None and row.found and (subject.check == "off" or subject.name not in silent):
             row.operations = size(case, result)
@@ -165,8 +182,10 @@ def _kinds(row: Row) -> str:
 
 def table(measured: Measurement) -> str:
     """The measurement as Markdown."""
-    head = "| fault | kind | check | cell :: workload | found | named | by | requests | seconds | repro |"
-    lines = [head, "|---" * 10 + "|"]
+    head = (
+        "| fault | kind | check | cell :: workload | found | named | by | plans | requests | seconds | repro |"
+    )
+    lines = [head, "|---" * 11 + "|"]
     for row in measured.rows:
         subject = row.subject
         cells = [
@@ -177,6 +196,7 @@ def table(measured: Measurement) -> str:
             row.outcome if row.found else f"**missed** ({row.outcome})",
             f"{row.named}: {_kinds(row)}" if row.found else "",
             ", ".join(dict.fromkeys(finding.oracle for finding in row.defects)),
+            str(row.plans),
             str(row.requests),
             f"{row.seconds:.1f}",
             "" if row.operations is None else f"{row.operations} operations",

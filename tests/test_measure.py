@@ -96,6 +96,24 @@ def test_how_well_a_kind_is_named(said: Finding, named: str) -> None:
     assert {row.named for row in measured.rows if row.subject.name == "retract-tail"} == {named}
 
 
+def test_plans_go_on_until_a_fault_is_found_and_to_the_end_for_a_twin() -> None:
+    measured, bench = run(lambda case: right(case) if case.repeat == 2 else [], plans=4)
+    assert measured.good
+    assert {row.plans for row in measured.rows} == {3}
+    assert len(bench.cases) == 5 * 3 + 5 * 4
+    alarmed, bench = run(lambda case: right(case) or ([finding("K01")] if case.repeat == 1 else []), plans=3)
+    assert len(alarmed.alarms) == 5
+    twins = [last for name, last in bench.cases if name.startswith("clean-")]
+    assert twins == [False, False, True] * 5, "a server is kept for all plans of a twin"
+
+
+def test_one_workload_may_look_for_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    subjects = reference_subjects(KINDS, ("on", "off"), "fuzz")
+    assert {subject.workload.name for subject in subjects} == {"fuzz"}
+    assert main(["faults", "--measure", "--workload", "fuz"]) == 2
+    assert "expected one of" in capsys.readouterr().err
+
+
 def test_sizes_stand_in_the_table() -> None:
     measured, _ = run(right, size=lambda case, result: 4)
     # Two with the check off, and the one that is there only with it on.
