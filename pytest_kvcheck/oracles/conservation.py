@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from pytest_kvcheck.findings import Finding
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import NO_KIND
+from pytest_kvcheck.oracles.common import NO_KIND, some
 from pytest_kvcheck.oracles.owner import Attribution, attribute
 from pytest_kvcheck.trace import GaugeSample, PoolGauge
 
@@ -173,7 +173,7 @@ def _double_free(facts: CaseFacts, gauge: PoolGauge, over: int) -> Finding:
         oracle=NAME,
         status="leak",
         headline=(
-            f"pool {gauge.pool}: {over} tokens more are free or evictable than the pool has "
+            f"pool {gauge.pool}: {some(over, 'token')} too many free or evictable "
             f"(expected at most {gauge.total}, found {(gauge.total or 0) + over})"
         ),
         tokens=over,
@@ -202,14 +202,13 @@ def _leak(facts: CaseFacts, gauge: PoolGauge, amount: int, kind: str, part: str,
         also.append("K15")
     if gauge.protected is None and first != "K10":
         also.append("K10")  # the account does not tell what is lost from what is only locked
-    unit = "rows" if rows else "tokens"
-    size = f"{amount} {unit}" + (
-        f" ({pages} pages)" if pages is not None and facts.cell.features.page_size > 1 else ""
+    size = some(amount, "row" if rows else "token") + (
+        f" ({some(pages, 'page')})" if pages is not None and facts.cell.features.page_size > 1 else ""
     )
     held = {
-        "protected": "are still locked (protected) though no request and no session is left",
-        "session_held": "are still charged to sessions (session_held) though every session was closed",
-    }.get(part, "were not given back")
+        "protected": "still locked (protected) though no request and no session is left",
+        "session_held": "still charged to sessions (session_held) though every session was closed",
+    }.get(part, "not given back")
     evidence = [_account(gauge)]
     if part == "protected" and gauge.protected is None:
         evidence.append("The same prompts, sent again before any flush, still hit more than is evictable.")
@@ -239,7 +238,11 @@ def _next_step(why: Attribution, part: str) -> str:
         return "look for a finish path that does not release the lock on the request's cached prefix"
     if part == "session_held":
         return "look at what a session's close releases, in flight, deferred and after a timeout too"
-    what = f"follow what releases the slots of {why.owner}" if why.owner else "run kvcheck shrink on the trace"
+    what = (
+        f"follow what releases the slots of {why.owner}"
+        if why.owner
+        else "look at what releases the slots of the plan's requests"
+    )
     return f"{what}; a flush would hide it"
 
 

@@ -12,7 +12,7 @@ from pytest_kvcheck.findings import Finding
 from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.observe.timeline import PARTS, pool_of, unaccounted
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import NO_KIND
+from pytest_kvcheck.oracles.common import NO_KIND, some
 from pytest_kvcheck.oracles.conservation import used_of
 from pytest_kvcheck.oracles.owner import attribute, broken_accounts
 
@@ -126,7 +126,7 @@ def _series(facts: CaseFacts, pool: str) -> list[Finding]:
             status="leak",
             headline=(
                 f"pool {pool}: the engine's own account stopped adding up at log line {first.line}: "
-                f"{abs(lost)} tokens {'too many' if lost < 0 else 'missing'} at the end"
+                f"{some(abs(lost), 'token')} {'too many' if lost < 0 else 'missing'} at the end"
             ),
             tokens=abs(lost),
             pages=abs(lost) // page if lost % page == 0 else None,

@@ -6,7 +6,7 @@ import re
 
 from pytest_kvcheck.findings import Finding, Status
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import NO_KIND, asked_to_stop, name_of, names, starved
+from pytest_kvcheck.oracles.common import NO_KIND, asked_to_stop, name_of, names, some, starved
 from pytest_kvcheck.trace import OpRecord
 
 NAME = "protocol"
@@ -98,7 +98,9 @@ def _never_heard(facts: CaseFacts) -> list[tuple[OpRecord, str]]:
             continue
         ran_on = shown - (actions[0].shown_at_action or 0)
         if ran_on > DEAF_TOKENS and record.ended - actions[0].ended > ALL_DEAF_SECONDS:
-            deaf.append((record, f"ran on for {ran_on} tokens after it was aborted, to its full length"))
+            deaf.append(
+                (record, f"ran on for {some(ran_on, 'token')} after it was aborted, to its full length")
+            )
     return deaf if len(deaf) > 1 else []
 
 
@@ -110,7 +112,11 @@ def _unheard(facts: CaseFacts, record: OpRecord) -> list[tuple[str, str, str]]:
     ran_on = len(record.reply.output_ids) - (actions[0].shown_at_action or 0)
     if ran_on > DEAF_TOKENS and record.ended - actions[0].ended > DEAF_SECONDS:
         return [
-            ("K03", "deaf", f"ran on for {ran_on} tokens after it was aborted, and says {record.reply.finish}")
+            (
+                "K03",
+                "deaf",
+                f"ran on for {some(ran_on, 'token')} after it was aborted, and says {record.reply.finish}",
+            )
         ]
     asked = record.op.max_new_tokens
     if record.reply.finish == "length" and len(record.reply.output_ids) < asked:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pytest_kvcheck.findings import Finding, Status
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import asked_to_stop, name_of, names, requests, turns_of
+from pytest_kvcheck.oracles.common import asked_to_stop, name_of, names, requests, some, turns_of
 from pytest_kvcheck.trace import OpRecord
 
 NAME = "session_arithmetic"
@@ -105,7 +105,7 @@ def _prompt(turn: OpRecord, expected: int, surplus: int, undone: list[OpRecord])
         how = "kept it as history" if surplus > 0 else "lost history with it"
         text = f"{found}: after {name_of(last)} ended as {last.reply.finish} the session {how}"
         if surplus in (partial, partial - 1, partial + 1):
-            text += f" ({partial} tokens were sent and shown)"
+            text += f" ({some(partial, 'token')} sent and shown)"
         also: tuple[str, ...] = ("K04",) if last.reply.finish == "disconnected" else ("K03",)
         also += ("K05",) if last.reply.retractions else ()
         step = "look at what the end of a turn that did not finish writes into its session"
@@ -123,7 +123,9 @@ def _cached(facts: CaseFacts, turn: OpRecord, undone: list[OpRecord]) -> list[Wr
         return []
     low, high = facts.promises.expected_cached(turn.history, prompt)
     expected = (
-        f"expected {low}" + (f" to {high}" if high != low else "") + f" of {turn.history} tokens of history"
+        f"expected {low}"
+        + (f" to {high}" if high != low else "")
+        + f" of {some(turn.history, 'token')} of history"
     )
     # A retracted turn counts again what it computed itself; a turn that did not finish may have left its prompt
     # in the prefix cache.
@@ -131,7 +133,7 @@ def _cached(facts: CaseFacts, turn: OpRecord, undone: list[OpRecord]) -> list[Wr
     if turn.reply.retractions:
         high += len(turn.reply.output_ids)
     if cached > high:
-        text = f"cached_tokens is {cached}, {expected}: it counts {cached - high} tokens that it cannot have"
+        text = f"cached_tokens is {cached}, {expected}: {some(cached - high, 'token')} too many"
         step = "look at the length that the session hands to its next turn, and at what reports it"
         return [Wrong(turn, "K19", text, ("K02",), next_step=step, tokens=cached - high)]
     if cached >= _least(facts, turn, undone, low):
@@ -235,7 +237,7 @@ def _judge_reply(facts: CaseFacts, record: OpRecord) -> list[Wrong]:
         out < wanted and reply.finish == "length" and wanted + 2 <= room and op.id not in asked_to_stop(facts)
     )
     if op.kind != "score" and (out > wanted or early):
-        text = f"finished as {reply.finish} with {out} tokens, {wanted} were asked for"
+        text = f"finished as {reply.finish} with {some(out, 'token')}, {wanted} were asked for"
         wrong.append(Wrong(record, "K19", text, ("K02",)))
     cached = reply.cached_tokens
     if cached is not None and prompt is not None and cached > prompt + (out if reply.retractions else 0):
