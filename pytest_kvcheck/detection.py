@@ -36,6 +36,8 @@ def measure_command(faults: Sequence[Mapping[str, str]], chosen: argparse.Namesp
     bench = Bench(
         Settings(
             budget=chosen.budget,
+            # A stuck server is known after less where it answers in milliseconds when it answers.
+            patience=45.0 if chosen.engine is None else None,
             python=chosen.python,
             device=chosen.device,
             artifacts=chosen.artifacts.resolve(),
