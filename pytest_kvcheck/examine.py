@@ -14,6 +14,7 @@ import msgspec
 from pytest_kvcheck.cells import Case
 from pytest_kvcheck.client.control import Control
 from pytest_kvcheck.engines.provoke import Provoker
+from pytest_kvcheck.observe.blocks import StoredBlock
 from pytest_kvcheck.observe.gauges import Sampler
 from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.operations import Operation, Plan
@@ -167,10 +168,27 @@ class Examination:
                 break
         if served and not home(facts.idle, facts.baseline):
             self._run(replay.pins_plan(self.records).operations, "probe")
+            facts.kept = self._overwrite(facts)
         for attempt in (1, 2):
             if not served or self._row_probe(attempt, "after"):
                 break
         return served
+
+    def _overwrite(self, facts: CaseFacts) -> list[StoredBlock] | None:
+        """Which blocks outlive a pool full of fresh tokens, by the engine's own events; None: not told."""
+        before = self.engine.stored_blocks()
+        pool = facts.idle.pool("full") if facts.idle is not None else None
+        if before is None or pool is None or pool.total is None or pool.used is None:
+            return None
+        plan = replay.overwrite_plan(self.case.cell, self.bed.vocab_size, self.seed, pool.total - pool.used)
+        done = self._run(plan.operations, "probe")
+        after = self.engine.stored_blocks()
+        if after is None or not done or any(record.reply.finish != "length" for record in done):
+            return None
+        kept = [block for key, block in after.items() if before.get(key) is block]
+        told = [{"tokens": len(block.prefix()), "users": block.users} for block in kept]
+        self.trace.write(Note(t=self.bed.clock.now(), what="kept blocks", data={"blocks": told}))
+        return kept
 
     def _row_probe(self, attempt: int, when: str) -> bool:
         """Whether as many requests as there are rows ran side by side (or could not be asked to)."""

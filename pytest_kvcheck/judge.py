@@ -107,6 +107,7 @@ class Bench:
         if reason:
             return replace(result, outcome="skipped", reason=reason)
         plan = plan or self._plan(case, bed, result.seed)
+        result = replace(result, notes=list(bed.server.notes))
         argv = list(bed.server.argv)
         facts, findings = self.examine(case, plan, folder, last=last)
         return self._result(result, facts, findings, folder, argv)

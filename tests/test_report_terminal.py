@@ -106,6 +106,19 @@ def test_different_pools_and_kinds_are_different_faults() -> None:
     assert len(summarise([result("a", "w", "leak", findings=findings)]).faults) == 3
 
 
+def test_where_servers_differ_from_their_cells_is_said_once() -> None:
+    small, mixed = "page_size 1 runs as blocks of 32 tokens", "mixed_chunk: false has no effect"
+    results = [
+        *(result("a", name, engine="vllm", engine_version="0.32.0", notes=[small, mixed]) for name in "xy"),
+        *(result(cell, "x", engine="vllm", engine_version="0.32.0", notes=[small]) for cell in "bcdef"),
+    ]
+    text = render(results, 200, unicode=False)
+    assert text.count(small) == text.count(mixed) == 1
+    assert f"  - vllm 0.32.0: {small} (a, b, c, d and 2 more)" in text
+    assert f"  - vllm 0.32.0: {mixed} (a)" in text
+    assert "differs" not in render([result("a", "x")], 200, unicode=False)
+
+
 def test_what_was_not_proven_is_said() -> None:
     results = [
         result("a", "x", judged=["conservation"], lacks={"page-level account": "0.5.12 has none"}),

@@ -7,7 +7,7 @@ another process. All knowledge of versions (flags, metrics, log lines) lives in 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,6 +16,7 @@ from pytest_kvcheck.cells import Cell, DeviceName
 from pytest_kvcheck.client.calls import Call as Call
 from pytest_kvcheck.client.calls import ReplyParser as ReplyParser
 from pytest_kvcheck.client.control import Control
+from pytest_kvcheck.observe.blocks import StoredBlock
 from pytest_kvcheck.observe.logs import LogEvent, LogRule
 from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.trace import GaugeSample
@@ -89,6 +90,14 @@ class Engine(ABC):
         Raises ``LookupError`` with one paragraph (what was looked for, where, how to install it).
         """
 
+    def listen(self, cell: Cell) -> None:
+        """Begin to take what the cell's server will publish; called before :meth:`launch_spec`."""
+        return
+
+    def close(self) -> None:
+        """End what :meth:`listen` began; a second call does nothing."""
+        return
+
     @abstractmethod
     def launch_spec(self, inputs: LaunchInputs) -> LaunchSpec: ...
 
@@ -146,6 +155,10 @@ class Engine(ABC):
 
         None where its flags are enough.
         """
+        return None
+
+    def stored_blocks(self) -> Mapping[Hashable, StoredBlock] | None:
+        """The blocks of the prefix cache now, by its own events; None where it tells none, or not all."""
         return None
 
     @abstractmethod

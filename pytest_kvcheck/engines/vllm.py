@@ -7,15 +7,16 @@ Its streaming input sessions, which keep their KV between turns, have no HTTP ro
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pytest_kvcheck.cells import Cell, DeviceName
 from pytest_kvcheck.client.control import Control
-from pytest_kvcheck.engines import vllm_gauges, vllm_launch, vllm_versions, vllm_wire
+from pytest_kvcheck.engines import vllm_events, vllm_gauges, vllm_launch, vllm_versions, vllm_wire
 from pytest_kvcheck.engines.base import Call, Engine, LaunchInputs, LaunchSpec, ReplyParser, Rules
 from pytest_kvcheck.engines.environment import package_version
 from pytest_kvcheck.engines.vllm_launch import KvGroups, kv_groups
+from pytest_kvcheck.observe.blocks import StoredBlock
 from pytest_kvcheck.observe.logs import LogEvent, LogRule
 from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.trace import GaugeSample
@@ -69,6 +70,7 @@ class VllmEngine(Engine):
         self._block: int | None = None
         self._groups = KvGroups()
         self._sessions = False
+        self._listener: vllm_events.Listener | None = None
 
     # --- start -----------------------------------------------------------------------------------
     def unsupported(self, cell: Cell, device: DeviceName, version: str) -> str | None:
@@ -84,12 +86,22 @@ class VllmEngine(Engine):
         except LookupError:
             return package_version(python, "vllm", advice)
 
+    def listen(self, cell: Cell) -> None:
+        """Take KV events where there are any, unless the cell says itself what becomes of them."""
+        if cell.features.prefix_cache and not vllm_launch.own_events(cell):
+            self._listener = vllm_events.listen()
+
+    def close(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+
     def launch_spec(self, inputs: LaunchInputs) -> LaunchSpec:
         try:
             version = "" if inputs.cell.command else self.installed_version(inputs.python)
         except LookupError:
             version = ""  # the start will fail, and say why
-        return vllm_launch.launch_spec(inputs, version)
+        return vllm_launch.launch_spec(inputs, version, self._listener.endpoint if self._listener else None)
 
     def ready(self, control: Control) -> bool:
         """Whether the server has answered a first request: /health is good long before it can."""
@@ -147,7 +159,7 @@ class VllmEngine(Engine):
     def request_call(self, op: Operation, rid: str, session_id: str | None, history: Sequence[int]) -> Call:
         if self._sessions and op.kind == "turn" and session_id is not None:
             return vllm_wire.session_call(op, rid, session_id)
-        return vllm_wire.request_call(op, rid, history)
+        return vllm_wire.request_call(op, rid, history, named=self._names_users())
 
     def reply_parser(self, op: Operation, history: int) -> ReplyParser:
         return vllm_wire.CompletionParser(op, history, echo=not (self._sessions and op.kind == "turn"))
@@ -165,6 +177,13 @@ class VllmEngine(Engine):
         return vllm_launch.expected_cached(previous, sent, cell, self._block, self._groups)
 
     # --- observation -----------------------------------------------------------------------------
+    def _names_users(self) -> bool:
+        have = vllm_versions.release(self.version)
+        return self._listener is not None and have is not None and have >= vllm_versions.EVENT_SESSIONS
+
+    def stored_blocks(self) -> Mapping[Hashable, StoredBlock] | None:
+        return self._listener.blocks() if self._listener is not None else None
+
     def log_rules(self) -> Sequence[LogRule]:
         return LOG_RULES
 

@@ -116,6 +116,11 @@ def _speculative(cell: Cell, draft: str | None) -> dict[str, Any]:
     return {"method": method, "model": draft, "num_speculative_tokens": spec.steps}
 
 
+def own_events(cell: Cell) -> bool:
+    """Whether the cell's own arguments say what becomes of KV events; null switches them off."""
+    return any(name.removeprefix("--") == "kv-events-config" for name in cell.args)
+
+
 def render(options: Mapping[str, Any]) -> list[str]:
     """Options as arguments, in their order."""
     argv: list[str] = []
@@ -165,10 +170,19 @@ def environment(cell: Cell, device: DeviceName, scratch: Path) -> dict[str, str 
     return env | dict(cell.env)
 
 
-def launch_spec(inputs: LaunchInputs, version: str) -> LaunchSpec:
-    """How to start the cell's server; ``version`` is the installed one, "" where it is not known."""
+def launch_spec(inputs: LaunchInputs, version: str, events: str | None = None) -> LaunchSpec:
+    """How to start the cell's server; ``version`` is the installed one, "" where it is not known.
+
+    ``events``: the endpoint that its KV events go to, None where nobody takes them.
+    """
     cell = inputs.cell
     options = flags(cell, inputs.device, inputs.model, inputs.draft, version)
+    if events is not None:
+        options["kv-events-config"] = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": events,
+        }
     command = list(cell.command or (inputs.python, "-m", MODULE))
     place = ["--model", inputs.model, "--host", "127.0.0.1", "--port", str(inputs.port)]
     return LaunchSpec(
@@ -176,7 +190,7 @@ def launch_spec(inputs: LaunchInputs, version: str) -> LaunchSpec:
         env=environment(cell, inputs.device, inputs.scratch),
         # Three processes import torch one after another: 25 s on a quiet machine, 200 s on a busy one.
         ready_deadline=600.0,
-        notes=notes(cell, inputs.device, options),
+        notes=(*notes(cell, inputs.device, options), *_events_note(cell, events)),
     )
 
 
@@ -200,6 +214,15 @@ def notes(cell: Cell, device: DeviceName, options: Mapping[str, Any]) -> tuple[s
     if want.streaming_session and cell.args.get("middleware") != SESSIONS:
         out.append("vLLM's HTTP server keeps no sessions: each turn sends the whole history again")
     return tuple(out)
+
+
+def _events_note(cell: Cell, events: str | None) -> tuple[str, ...]:
+    if events is not None or own_events(cell) or not cell.features.prefix_cache:
+        return ()
+    return (
+        "vLLM's KV events are off, since pyzmq is not installed beside kvcheck (the extra [events]): "
+        "the owner of a leak is inferred, and its blocks are not named",
+    )
 
 
 def adopt(cell: Cell, config: Mapping[str, Any]) -> Cell:

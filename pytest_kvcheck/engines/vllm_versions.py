@@ -20,6 +20,8 @@ TOKEN_IDS: Release = (0, 10, 2)
 RESET_VERDICT: Release = (0, 32, 0)
 # The first release read that can tell a reply how many rounds of speculation it took.
 VERIFY_STEPS: Release = (0, 32, 0)
+# The first release read whose KV events say for whom a block was stored, by the ``session_id`` of the request.
+EVENT_SESSIONS: Release = (0, 32, 0)
 
 # The smallest block of tokens that the attention backends of a device take; larger ones are its multiples.
 SMALLEST_BLOCK: dict[DeviceName, int] = {"cpu": 32, "cuda": 16}

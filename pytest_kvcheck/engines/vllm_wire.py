@@ -27,8 +27,11 @@ LEAST_LOGPROB = -9999.0
 FINISHES: dict[str, Finish] = {"length": "length", "stop": "stop", "repetition": "stop", "abort": "abort"}
 
 
-def request_call(op: Operation, rid: str, history: Sequence[int]) -> Call:
-    """A turn sends the whole history again, then its new tokens: the prefix cache may hit what it knows."""
+def request_call(op: Operation, rid: str, history: Sequence[int], named: bool = False) -> Call:
+    """A turn sends the whole history again, then its new tokens: the prefix cache may hit what it knows.
+
+    ``named``: have vLLM name the request in its KV events, which it does by its session only.
+    """
     body: dict[str, Any] = {
         "prompt": [*history, *op.input_ids] if op.kind == "turn" else list(op.input_ids),
         "max_tokens": op.max_new_tokens or 1,
@@ -39,6 +42,8 @@ def request_call(op: Operation, rid: str, history: Sequence[int]) -> Call:
         "return_tokens_as_token_ids": True,
         "stream": op.stream,
     }
+    if named:
+        body["session_id"] = rid
     if op.stream:
         body["stream_options"] = {"include_usage": True}
     if op.kind == "score" or op.logprobs != "none":

@@ -65,6 +65,7 @@ class Server:
         self.info: dict[str, Any] = {}
         self.env: dict[str, str] = {}  # what its environment has beyond ours
         self.misfits: list[str] = []
+        self.notes: tuple[str, ...] = ()  # where it differs from the cell's words
         self._process = process
         self._log = log
         self._gpus = gpus
@@ -98,6 +99,8 @@ class Server:
         device, artifacts_dir = device or cell.device, artifacts_dir.resolve()
         with ExitStack() as stack:
             inputs, lease = _prepare(engine, cell, python, device, gpus, artifacts_dir, stack)
+            stack.callback(engine.close)
+            engine.listen(cell)
             try:
                 spec = engine.launch_spec(inputs)
             except (LookupError, ValueError) as error:
@@ -124,6 +127,7 @@ class Server:
                 resources=stack.pop_all(),
             )
         server.info = info
+        server.notes = spec.notes
         server.env = {name: value for name, value in spec.env.items() if value is not None}
         server._begin()
         atexit.register(server.stop)

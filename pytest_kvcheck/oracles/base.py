@@ -12,6 +12,7 @@ from typing import Protocol
 
 from pytest_kvcheck.cells import Cell
 from pytest_kvcheck.findings import Finding
+from pytest_kvcheck.observe.blocks import StoredBlock
 from pytest_kvcheck.observe.logs import LogEvent
 from pytest_kvcheck.operations import Plan
 from pytest_kvcheck.trace import GaugeSample, OpRecord, Phase
@@ -63,6 +64,7 @@ class CaseFacts:
     ``records`` holds every phase in the order in which operations ended. ``baseline`` is the account before
     the first operation, ``idle`` the account after everything was closed and *before any flush*;
     ``idle_reached`` whether the server came to rest within its bound (``idle_wait`` seconds were spent).
+    ``kept``: where memory was missing, the blocks that outlived a pool full of fresh tokens; None: not known.
     """
 
     cell: Cell
@@ -74,6 +76,7 @@ class CaseFacts:
     idle: GaugeSample | None = None
     idle_reached: bool = True
     idle_wait: float = 0.0
+    kept: list[StoredBlock] | None = None
     log: list[LogEvent] = field(default_factory=list)
     log_tail: list[str] = field(default_factory=list)
     log_path: Path | None = None

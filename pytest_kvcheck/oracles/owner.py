@@ -17,6 +17,7 @@ from pytest_kvcheck.oracles.common import (
     timed_out_sessions,
     turns_of,
 )
+from pytest_kvcheck.oracles.kept import kept_for
 from pytest_kvcheck.trace import OpRecord
 
 # How a request went, the kind of fault that this points to, and the words for it; gravest suspicion first.
@@ -65,11 +66,34 @@ def candidates(facts: CaseFacts) -> dict[str, list[OpRecord]]:
 def attribute(facts: CaseFacts, pool: str, tokens: int | None, rows: int | None = None) -> Attribution:
     """The likeliest loser of ``tokens`` tokens of a pool, or of ``rows`` request rows."""
     ways = candidates(facts)
+    found = _by_blocks(facts, pool, tokens, ways)
+    if found is not None:
+        return found
     for attempt in (_by_series, _by_release, _by_amount):
         found = attempt(facts, pool, tokens, ways)
         if found is not None:
-            return found
-    return _with_preemptions(facts, ways, _by_elimination(ways, rows))
+            break
+    else:
+        found = _with_preemptions(facts, ways, _by_elimination(ways, rows))
+    if facts.kept == [] and pool == "full":
+        text = "By the engine's block events, none of it is a full block of the prefix cache."
+        found = replace(found, evidence=(*found.evidence, text))
+    return found
+
+
+def _by_blocks(
+    facts: CaseFacts, pool: str, tokens: int | None, ways: dict[str, list[OpRecord]]
+) -> Attribution | None:
+    """By the engine's own events of cached blocks: whose are those that nothing could overwrite."""
+    if not facts.kept or pool != "full":
+        return None
+    odd = {id(record) for records in ways.values() for record in records}
+    owners, text = kept_for(facts.kept, facts.records, odd, tokens)
+    if not owners:
+        return None
+    kinds = dict.fromkeys(kind for record in owners for kind in _kinds(record, ways)[:1])
+    first = tuple(kinds) if len(kinds) == 1 else _kinds(None, ways)
+    return Attribution(names(owners, 3), tuple(dict.fromkeys((*first, *_kinds(None, ways)))), text)
 
 
 def _with_preemptions(facts: CaseFacts, ways: dict[str, list[OpRecord]], found: Attribution) -> Attribution:

@@ -40,7 +40,8 @@ class CaseResult(msgspec.Struct, kw_only=True):
     The fields up to ``repro`` are the promised format; those behind it may grow. ``trace``, ``repro`` and
     ``log`` are paths, "" where there is none. ``noise_floor`` is the greatest log-prob difference that this
     launch's own controls showed, in nats. ``judged`` names the oracles that gave a verdict; ``lacks`` says why
-    an oracle or gauge is absent on this version. ``argv`` started the server; ``command`` runs the case again.
+    an oracle or gauge is absent on this version, ``notes`` where the server differs from the cell's words.
+    ``argv`` started the server; ``command`` runs the case again.
     """
 
     id: str
@@ -62,6 +63,7 @@ class CaseResult(msgspec.Struct, kw_only=True):
     noise_floor: float | None = None
     judged: list[str] = []
     lacks: dict[str, str] = {}
+    notes: list[str] = []
     argv: list[str] = []
     command: str = ""
     log: str = ""

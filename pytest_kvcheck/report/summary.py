@@ -23,6 +23,7 @@ PROVES = {
     "residue": "no process, port, descriptor or GPU memory stays",
     "exercise": "each case did what its name says",
 }
+MANY_CELLS = 4
 WORDS: dict[Outcome, str] = {
     "passed": "ok",
     "skipped": "skip",
@@ -94,6 +95,7 @@ class Summary:
     faults: list[Seen]
     proven: list[str]
     unproven: list[str]
+    differs: list[str]
     engines: list[str]
 
 
@@ -195,6 +197,19 @@ def _unproven(cases: Sequence[CaseResult]) -> list[str]:
     return lines
 
 
+def _differs(cases: Iterable[CaseResult]) -> list[str]:
+    """Each way in which a server differs from its cell's words, once, with the cells that it holds for."""
+    where: dict[tuple[str, str], dict[str, None]] = {}
+    for result in cases:
+        for note in result.notes:
+            where.setdefault((engine_of(result), note), {})[result.cell] = None
+    lines = []
+    for (engine, note), cells in where.items():
+        more = f" and {len(cells) - MANY_CELLS} more" if len(cells) > MANY_CELLS else ""
+        lines.append(f"{engine}: {note} ({', '.join(list(cells)[:MANY_CELLS])}{more})")
+    return lines
+
+
 def summarise(results: Sequence[CaseResult]) -> Summary:
     """Sum up results, in their order. A result without a cell (a damaged file) is a stray, not a row."""
     cases = [result for result in results if result.cell and result.workload]
@@ -210,5 +225,6 @@ def summarise(results: Sequence[CaseResult]) -> Summary:
         faults=_faults(results),
         proven=_proven(passed),
         unproven=_unproven(cases) + [f"{stray.id}: {_first_line(stray.reason)}" for stray in strays],
+        differs=_differs(cases),
         engines=list(dict.fromkeys(engine_of(result) for result in cases if result.engine)),
     )

@@ -186,6 +186,10 @@ def _print_summary(summary: Summary, results: Sequence[CaseResult], page: _Page)
         page.line("Not proven:")
         for reason in summary.unproven:
             page.line(reason, indent="  - ")
+    if summary.differs:
+        page.line("Where a server differs from its cell's words:")
+        for text in summary.differs:
+            page.line(text, indent="  - ")
     floors = [result.noise_floor for result in results if result.noise_floor is not None]
     if floors:
         page.line(f"Log-prob noise of the controls: at most {max(floors):.2g}.")

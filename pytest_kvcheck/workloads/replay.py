@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import replace
+
 from pytest_kvcheck.cells import Cell, Features
 from pytest_kvcheck.operations import Operation, Plan
 from pytest_kvcheck.oracles.references import ByPrefix, Emitted, References, emitted
@@ -17,6 +19,7 @@ from pytest_kvcheck.trace import OpRecord
 from pytest_kvcheck.workloads.plan import SPECIAL_IDS
 
 CONTROL, REPLAY, CONFIRM, CANARY, ROWS, SELF_TEST, PINS = (n * 1_000_000 for n in range(1, 8))
+OVERWRITE = 9_000_000  # 8 is the harness's own (rest.py)
 CONTROL_TOKENS = 12
 BATCH = 6
 CONFIRMED, SCORED_AGAIN, COMPANY = 4, 3, 12
@@ -24,6 +27,9 @@ ROW_TOKENS = (16, 48)
 # A probe of all rows of a large server would be a load of its own.
 MOST_ROWS = 64
 MOST_PINS = 32
+# Tokens; to overwrite a larger pool would be a load of its own.
+MOST_OVERWRITTEN = 200_000
+LARGEST_DEFAULT_BLOCK = 64
 
 
 class _Chain:
@@ -276,6 +282,25 @@ def pins_plan(records: Sequence[OpRecord]) -> Plan:
 def _spread_ids(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     step = max(1, -(-len(prompts) // MOST_PINS))
     return prompts[::step]
+
+
+def overwrite_plan(cell: Cell, vocab: int, seed: int, room: int) -> Plan:
+    """Prompts that no cache holds, one after another, until everything that may be overwritten was: ``room``
+    tokens. Run it in phase ``probe`` where memory is missing, behind the verdict and before any flush.
+
+    Without operations where that would be too much.
+    """
+    features = cell.features
+    page = max(features.page_size, LARGEST_DEFAULT_BLOCK)  # of the default page size, an engine makes its own
+    length = min(features.context_length - 2, room - page)
+    chain = _Chain(OVERWRITE)
+    if length > page and room <= MOST_OVERWRITTEN:
+        rng = random.Random(f"overwrite {seed}")
+        # Each leaves a part of its last page, which the next one takes first.
+        for number in range(room // (length - page) + 2):
+            op = _generate(_prompt(rng, length, vocab), 1, f"overwrite {number}")
+            chain.add(replace(op, logprobs="none"))
+    return chain.plan("overwrite", seed)
 
 
 def self_test_plan(records: Sequence[OpRecord], vocab: int) -> Plan:

@@ -51,7 +51,7 @@ class Session:
                 yield chunk
 
         try:
-            async for output in self.engine.generate(chunks(), sampling(1), self.engine_id):
+            async for output in self.engine.generate(chunks(), sampling(1), self.engine_id, session_id=self.id):
                 self.outputs.put_nowait(output)
             self.outputs.put_nowait(None)
         except asyncio.CancelledError:
