@@ -87,8 +87,10 @@ def lacks(cell: Cell, version: str, sessions: bool = False) -> dict[str, str]:
         "retractions": "vLLM counts preemptions of the engine (num_preemptions), not of one request",
     }
     if sessions:
-        # Of a session vLLM counts the first turn only, so log-probs alone tell whether its history is right.
-        out["cached_turn"] = "vLLM reports no cached tokens for a turn that follows on a streaming session's KV"
+        # So log-probs alone tell whether the history of such a turn is right.
+        out["cached_turn"] = (
+            "vLLM counts no prompt and no cached tokens of a turn that follows on a streaming session's KV"
+        )
     elif cell.features.retract is not None:
         out["cached_turn"] = (
             "each forced preemption empties vLLM's prefix cache, so a turn may find nothing in it"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ def test_a_mutant_is_found_and_named(mutant: Mutant, tmp_path: Path) -> None:
         kind for case in cases for finding in case["findings"] for kind in (finding["kind"], *finding["also"])
     }
     assert kinds & mutant.kinds, seen
+    if mutant.owner and find_spec("zmq"):
+        named = [finding for case in cases for finding in case["findings"] if finding["owner"]]
+        assert any(mutant.owner in finding["owner"] for finding in named), seen
+        assert any("By its block events" in text for finding in named for text in finding["evidence"])
 
 
 def twins() -> list[list[Mutant]]:

@@ -17,7 +17,10 @@ INJECT = Path(vllm_cpu.__file__).with_name("inject")
 
 @dataclass(frozen=True)
 class Mutant:
-    """``kinds`` are those that a finding may name; ``outcomes`` those that the case may have."""
+    """``kinds`` are those that a finding may name; ``outcomes`` those that the case may have.
+
+    ``owner``: what the owner's name must hold where KV events are on, "" where the lost blocks were never full.
+    """
 
     name: str
     module: str
@@ -29,6 +32,7 @@ class Mutant:
     cell: dict[str, Any] = field(default_factory=dict)
     model: str = "tiny-llama"
     draft: str | None = None
+    owner: str = ""
 
     @property
     def env(self) -> dict[str, str]:
@@ -53,6 +57,7 @@ MUTANTS = (
         kinds=frozenset({"K03", "K04"}),
         outcomes=LEAK,
         workload="nth-mid-abort",
+        owner="aborted turn",
     ),
     Mutant(
         name="preemption-frees-one-too-few",

@@ -35,15 +35,16 @@ class Session:
         self.task = self.inputs = self.outputs = self.engine_id = None
 
     def feed(self, prompt, params):
-        """Hand a turn's tokens to the engine, to a request of its own where there is none (any more)."""
+        """Hand a turn's tokens to the engine; True where they begin a request, since none runs (any more)."""
         if self.task is None or self.task.done():
             self.inputs, self.outputs = asyncio.Queue(), asyncio.Queue()
             self.engine_id = f"kvcheck-{self.id}-{uuid.uuid4().hex[:8]}"
             self.task = asyncio.create_task(self._run())
-            ids = [*self.history, *prompt]
+            ids, fresh = [*self.history, *prompt], True
         else:
-            ids = [*self.history[-1:], *prompt]
+            ids, fresh = [*self.history[-1:], *prompt], False
         self.inputs.put_nowait(StreamingInput(TokensPrompt(prompt_token_ids=ids), params))
+        return fresh
 
     async def _run(self):
         async def chunks():
@@ -74,9 +75,9 @@ class Session:
     async def answer(self, body):
         """The turn as events of a streamed completion."""
         prompt, sent = body["prompt"], []
-        finished = None
+        finished, usage = None, {}
         try:
-            self.feed(prompt, sampling(body["max_tokens"]))
+            fresh = self.feed(prompt, sampling(body["max_tokens"]))
             outputs = self.outputs
             while finished is None:
                 output = await outputs.get()
@@ -88,13 +89,15 @@ class Session:
                     yield event({"choices": [choice([], None, "abort")]})
                     break
                 part = output.outputs[0]
+                if fresh:
+                    usage = counts(output)
                 sent += part.token_ids
                 finished = part.finish_reason
                 logprobs = part.logprobs if body.get("logprobs") is not None else None
                 yield event({"choices": [choice(part.token_ids, logprobs, finished)]})
             if finished != "abort":
                 self.history += [*prompt, *sent]
-            yield event({"choices": [], "usage": {"prompt_tokens": None, "completion_tokens": len(sent)}})
+            yield event({"choices": [], "usage": {**usage, "completion_tokens": len(sent)}})
             yield "data: [DONE]\n\n"
         finally:
             gone = finished is None  # the client went away in mid-turn
@@ -115,6 +118,14 @@ def sampling(tokens):
         output_kind=RequestOutputKind.DELTA,
         detokenize=False,
     )
+
+
+def counts(output):
+    """What vLLM counts of the first turn of a request. Of later ones it has nothing: its API adds up the new
+    tokens without the outputs between them, and its scheduler reports the prefill once a request.
+    """
+    cached = {"cached_tokens": output.num_cached_tokens}
+    return {"prompt_tokens": len(output.prompt_token_ids), "prompt_tokens_details": cached}
 
 
 def choice(ids, logprobs, finish_reason):
