@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from _pytest._code.code import ExceptionInfo
 
     from pytest_kvcheck.session import KvSession
+    from pytest_kvcheck.settings import Settings
 
 
 def kv_session(config: pytest.Config) -> KvSession:
@@ -33,13 +34,42 @@ class CaseFailed(Exception):
         self.result = result
 
 
+def check_plants(settings: Settings) -> None:
+    """Refuse faults that cannot be planted now; a server would say it only when it starts.
+
+    Raises ``pytest.UsageError``.
+    """
+    if not settings.plant:
+        return
+    from pytest_kvcheck.matrix.problems import nearest
+    from pytest_kvcheck.reach import REACH
+
+    for name in settings.plant:
+        if name not in REACH:
+            hint = nearest(name, REACH) or "`kvcheck faults` lists them"
+            raise pytest.UsageError(
+                f"--kvcheck-plant: expected a fault of the reference engine, found {name!r}; {hint}"
+            )
+    if settings.url is not None:
+        raise pytest.UsageError(
+            "--kvcheck-plant: a fault is planted when a server starts, found --kvcheck-url; give the fault to "
+            "the server instead: kvcheck serve --plant FAULT"
+        )
+    if settings.engine not in (None, "reference"):
+        raise pytest.UsageError(
+            "--kvcheck-plant: only the reference engine has faults to plant, found --kvcheck-engine "
+            f"{settings.engine}"
+        )
+
+
 def load_cells(path: Path, config: pytest.Config) -> list[Cell]:
     """The cells of a matrix under the options of this run. Raises ``MatrixError``."""
     from pytest_kvcheck.matrix.loader import load
+    from pytest_kvcheck.matrix.problems import MatrixError, MatrixProblem
     from pytest_kvcheck.workloads import parameter_names
 
     settings = kv_session(config).settings
-    return load(
+    cells = load(
         path,
         engine=settings.engine,
         device=settings.device,
@@ -47,6 +77,17 @@ def load_cells(path: Path, config: pytest.Config) -> list[Cell]:
         plant=settings.plant,
         silent=settings.silent,
     )
+    if settings.plant:
+        expected = "engine: reference, the only one that takes --kvcheck-plant"
+        hint = "add --kvcheck-engine reference"
+        wrong = [
+            MatrixProblem(cell.at, expected, repr(cell.engine), hint)
+            for cell in cells
+            if cell.engine != "reference"
+        ]
+        if wrong:
+            raise MatrixError(wrong[:1])
+    return cells
 
 
 def cells_of_marker(marker: pytest.Mark, config: pytest.Config) -> list[Cell]:
@@ -130,4 +171,4 @@ class KvItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        return self.path, self.case.cell.at.line - 1, self.name
+        return self.path, self.case.cell.at.line - 1, f"{self.case.cell.name}::{self.name}"

@@ -26,11 +26,13 @@ from pytest_kvcheck.findings import Finding, gravest
 from pytest_kvcheck.launch.errors import LaunchError
 from pytest_kvcheck.launch.models import vocab_size_of
 from pytest_kvcheck.launch.server import Server
+from pytest_kvcheck.matrix.loader import shipped
 from pytest_kvcheck.operations import Plan
 from pytest_kvcheck.oracles import ORACLES, judge
 from pytest_kvcheck.oracles.base import CaseFacts, ServerFacts
 from pytest_kvcheck.oracles.logprobs import measure
 from pytest_kvcheck.report.results import CaseResult, KnownRef, write_result
+from pytest_kvcheck.report.summary import named
 from pytest_kvcheck.rest import Bed, clean
 from pytest_kvcheck.settings import Settings
 from pytest_kvcheck.trace import VERDICT, Clock, Note, TraceHeader, TraceWriter
@@ -246,7 +248,7 @@ class Bench:
             failure = self._failures.get(key)
             if failure is not None:
                 raise LaunchError(
-                    f"its server did not start for {failure.reported_by} either: {failure.error.paragraph}"
+                    f"its server did not start for {failure.reported_by} either, where the reason stands"
                 )
             try:
                 self._bed, self._key = self._start(cell), key
@@ -271,7 +273,7 @@ class Bench:
                 gpus=self.settings.gpus,
                 clock=clock.now,
             )
-            self.progress(f"{cell.engine} {engine.version} ready after {time.monotonic() - began:.1f} s")
+            self.progress(f"{named(cell.engine, engine.version)} is ready, {time.monotonic() - began:.1f} s")
         unfit = ""
         if server.attached:
             cell = engine.adopt(cell, server.info)
@@ -304,10 +306,11 @@ def again(settings: Settings, case: Case, case_id: str) -> str:
     """The command that runs this case again with the same plan, to be typed where pytest was started."""
     matrix = Path(case.cell.at.file)
     if matrix.is_absolute():  # outside of where pytest was started: its node id names nothing there
-        what = ["--kvcheck-matrix", str(matrix), "-k", f"{case.cell.name} and {case.workload.name}"]
+        name = matrix.stem if shipped().get(matrix.stem) == matrix else str(matrix)
+        what = f"--kvcheck-matrix={name}::{case.cell.name}::{case.workload.name}"
     else:
-        what = [case_id.partition("#")[0]]
-    words = ["pytest", "-p", "kvcheck", *what, "--kvcheck-engine", case.cell.engine]
+        what = case_id.partition("#")[0]
+    words = ["pytest", "-p", "kvcheck", what, f"--kvcheck-engine={case.cell.engine}"]
     given = {
         "url": settings.url,
         "python": settings.python,
@@ -318,11 +321,10 @@ def again(settings: Settings, case: Case, case_id: str) -> str:
         "patience": settings.patience,
     }
     for name, value in given.items():
-        words += (
-            [f"--kvcheck-{name}", f"{value:g}" if isinstance(value, float) else str(value)] if value else []
-        )
-    for fault in case.cell.plant:
-        words += ["--kvcheck-plant", fault]
+        # With "=": pytest takes a path behind a space for a test's place, and looks for its root folder there.
+        told = f"{value:g}" if isinstance(value, float) else str(value)
+        words += [f"--kvcheck-{name}={told}"] if value else []
+    words += [f"--kvcheck-plant={fault}" for fault in case.cell.plant]
     return shlex.join([*words, *(["--kvcheck-silent"] if settings.silent else [])])
 
 

@@ -28,7 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME|PATH",
         action="append",
         default=[],
-        help="Run this matrix, as if its file had been given; a bare name is one that ships with the plugin",
+        help="Run this matrix, as if its file had been given; a bare name is one that ships with the plugin, "
+        "and NAME::CELL or NAME::CELL::WORKLOAD a part of it",
     )
     add(
         "--kvcheck-engine",
@@ -129,8 +130,9 @@ def _add_matrices(config: pytest.Config) -> None:
     from pytest_kvcheck.matrix.loader import resolve
 
     for given in config.option.kvcheck_matrix:
+        name, sep, case = given.partition("::")
         try:
-            path = str(resolve(given))
+            path = f"{resolve(name)}{sep}{case}"
         except LookupError as error:
             raise pytest.UsageError(f"--kvcheck-matrix: {error}") from error
         if config.args_source is not pytest.Config.ArgsSource.ARGS:

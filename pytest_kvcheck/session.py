@@ -6,14 +6,15 @@ controller has one (it gathers results, draws the table and writes the files).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from typing import Any
 
 import msgspec
 import pytest
 
-from pytest_kvcheck import settings
-from pytest_kvcheck.items import KvItem
+from pytest_kvcheck import __version__, settings
+from pytest_kvcheck.items import KvItem, check_plants
 from pytest_kvcheck.progress import ProgressReader, ProgressWriter, Screen
 from pytest_kvcheck.report.results import CaseResult
 
@@ -26,6 +27,7 @@ class KvSession:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.settings = settings.from_config(config)
+        check_plants(self.settings)
         self.results: dict[str, CaseResult] = {}
         self.upcoming: pytest.Item | None = None
         self._bench: Any = None
@@ -163,7 +165,12 @@ class KvSession:
         writer = terminalreporter._tw
         terminalreporter.section("kvcheck")
         terminalreporter.write_line(
-            render(list(self.results.values()), width=writer.fullwidth, color=writer.hasmarkup)
+            render(
+                list(self.results.values()),
+                width=writer.fullwidth,
+                color=writer.hasmarkup,
+                told=self.config.option.tbstyle != "no",
+            )
         )
         for name in ("json", "report"):
             path = getattr(self.settings, name)
@@ -172,9 +179,16 @@ class KvSession:
 
     def pytest_report_header(self) -> list[str]:
         chosen = self.settings
-        engine = chosen.engine or "the matrix's"
-        where = chosen.url or f"{chosen.python or 'this interpreter'}, {chosen.device}"
-        return [f"kvcheck: engine {engine} ({where}), seed {chosen.seed}, artifacts {chosen.artifacts}"]
+        python = chosen.python or "this Python"
+        parts = [
+            f"engine {chosen.engine}" if chosen.engine else "the engine that each matrix names",
+            f"attached to {chosen.url}" if chosen.url else f"on {chosen.device}, started with {python}",
+            *(f"with the planted fault {fault}" for fault in chosen.plant),
+            *(["its own checks off"] if chosen.silent else []),
+            f"seed {chosen.seed}",
+        ]
+        artifacts = os.path.relpath(chosen.artifacts, self.config.invocation_params.dir)
+        return [f"kvcheck {__version__}: {', '.join(parts)}", f"kvcheck artifacts: {artifacts}"]
 
     def pytest_unconfigure(self) -> None:
         self.close()

@@ -65,11 +65,19 @@ def from_config(config: pytest.Config) -> Settings:
         )
     if device not in ("cpu", "cuda"):
         raise pytest.UsageError(f"kvcheck_device in the ini file: expected cpu or cuda, found {device!r}")
+    url = value("url")
+    if url is not None:
+        from pytest_kvcheck.client.control import check_url
+
+        try:
+            url = check_url(url)
+        except ValueError as error:
+            raise pytest.UsageError(f"--kvcheck-url: {error}") from None
     path = value("python")
     report, json = value("report"), value("json")
     return Settings(
         engine=cast("EngineName | None", engine),
-        url=value("url"),
+        url=url,
         python=str(start / Path(path).expanduser()) if path and "/" in path else path,
         device=cast("DeviceName", device),
         seed=int(number("seed", 0) or 0),

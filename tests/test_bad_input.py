@@ -69,7 +69,6 @@ def test_a_missing_model_is_named(tmp_path: Path, good: Path) -> None:
         (("--kvcheck-python", "/nowhere/python"), "/nowhere/python"),
         (("--kvcheck-engine", "sglang"), "sglang"),
         (("--kvcheck-engine", "vllm"), "vllm"),
-        (("--kvcheck-plant", "no-such-fault"), "no-such-fault"),
     ],
 )
 def test_an_engine_that_cannot_start_is_one_paragraph(
@@ -127,7 +126,30 @@ def test_attaching_to_something_else_says_what_it_found(tmp_path: Path, good: Pa
     assert "Traceback" not in done.stdout
 
 
-def test_a_url_of_another_machine_is_refused(tmp_path: Path, good: Path) -> None:
-    done, cases = run(tmp_path, "good.yaml", "--kvcheck-url", "http://192.0.2.1:30000")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--kvcheck-url", "http://192.0.2.1:30000"], "expected a server on this machine"),
+        (["--kvcheck-url", "127.0.0.1:30000"], "expected http://127.0.0.1:PORT"),
+        (["--kvcheck-url", "http://127.0.0.1:30000/v1"], "leave out '/v1'"),
+        (["--kvcheck-plant", "lock-never-relesed"], "did you mean 'lock-never-released'?"),
+        (["--kvcheck-plant", "no-such-fault"], "`kvcheck faults` lists them"),
+        (["--kvcheck-plant", "double-free", "--kvcheck-engine", "vllm"], "only the reference engine"),
+        (["--kvcheck-plant", "double-free", "--kvcheck-url", "http://127.0.0.1:1"], "kvcheck serve --plant"),
+    ],
+)
+def test_what_can_be_known_at_once_starts_nothing(
+    options: list[str], words: str, tmp_path: Path, good: Path
+) -> None:
+    done, cases = run(tmp_path, "good.yaml", *options)
+    assert (done.returncode, cases) == (4, []), done.stdout
+    assert words in done.stderr
+    assert options[0] in done.stderr
+
+
+def test_a_fault_for_an_engine_that_takes_none_is_refused(tmp_path: Path, good: Path) -> None:
+    good.write_text(good.read_text().replace("family: good\n", "family: good\nengine: sglang\n"))
+    done, cases = run(tmp_path, "good.yaml", "--kvcheck-plant", "double-free")
     assert [case["outcome"] for case in cases] == ["error"], done.stdout
-    assert "on this machine" in cases[0]["reason"]
+    assert "good.yaml:" in cases[0]["reason"]
+    assert "--kvcheck-engine reference" in cases[0]["reason"]

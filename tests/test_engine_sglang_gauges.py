@@ -181,6 +181,17 @@ def test_an_old_release_shows_its_window_pool_with_the_first_batch() -> None:
         assert [gauge.pool for gauge in engine.account(control, 0.0, []).pools] == pools
 
 
+@pytest.mark.parametrize(
+    ("models", "context"), [({"data": [{"id": "m", "max_model_len": 8192}]}, 8192), ("no JSON", None)]
+)
+def test_a_context_that_no_flag_gave_is_the_models_own(models: object, context: int | None) -> None:
+    control = FakeControl({"/server_info": {"context_length": None}, "/v1/models": models})
+    engine = SglangEngine()
+    info = engine.identify(control)
+    assert info["context_length"] == context
+    assert engine.adopt(cell("sglang"), info).features.context_length == (context or 4096)
+
+
 @pytest.mark.parametrize("name", ["sglang", "reference"])
 def test_a_server_that_says_nothing_of_itself_is_a_misfit(name: str) -> None:
     engine = make_engine(name)

@@ -287,8 +287,9 @@ def test_attach_says_what_does_not_fit_and_sees_a_death(
     ("url", "message"),
     [
         ("http://10.1.2.3:8000", "expected a server on this machine"),
-        ("http://127.0.0.1:notaport", "--kvcheck-url"),
-        ("127.0.0.1:8000", "expected a server on this machine"),
+        ("http://127.0.0.1:notaport", "--kvcheck-url: expected a port"),
+        ("127.0.0.1:8000", r"expected http://127\.0\.0\.1:PORT"),
+        ("http://127.0.0.1:8000/v1", "expected the root URL"),
     ],
 )
 def test_attach_to_a_url_that_is_none(url: str, message: str, tmp_path: Path) -> None:
@@ -301,7 +302,7 @@ def test_attach_to_nobody(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with pytest.raises(
-        LaunchError, match=rf"--kvcheck-url {url}: .* did not get ready within 1 s, found .*refused"
+        LaunchError, match=rf"--kvcheck-url {url}: expected .* within 1 s, .*refused.* Next: start the server"
     ):
         Server.attach(FakeEngine(tmp_path), url, cell(), timeout=1)
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pytest_kvcheck.report.results import CaseResult, KnownRef
-from pytest_kvcheck.report.summary import summarise
+from pytest_kvcheck.report.summary import duration, summarise
 from pytest_kvcheck.report.terminal import render
 from tests.report_helpers import leak, result
 
@@ -31,13 +31,39 @@ def test_a_small_clean_run() -> None:
         "page-16  | . ok\n"
         "\n"
         "2 cases: 2 passed; 3 s in cases\n"
-        "Proven for the 2 that passed: every KV slot came back, per pool, before any\n"
-        "  flush; cached and prompt token counts are exact; log-probs do not depend on\n"
-        "  caching, chunking, retraction, speculation or aborts; every operation ended in\n"
-        "  time and a fresh request completes; the engine's log holds no fatal line; no\n"
-        "  process, port, descriptor or GPU memory stays; each case did what its name\n"
-        "  says."
+        "Proven for the 2 that passed:\n"
+        "  - every KV slot came back, per pool, before any flush\n"
+        "  - cached and prompt token counts are exact\n"
+        "  - log-probs do not depend on caching, chunking, retraction, speculation or\n"
+        "    aborts\n"
+        "  - every operation ended in time and a fresh request completes\n"
+        "  - the engine's log holds no fatal line\n"
+        "  - no process, port, descriptor or GPU memory stays\n"
+        "  - each case did what its name says"
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0 s"), (0.42, "0.4 s"), (1.5, "2 s"), (119, "119 s"), (125, "2 min 5 s"), (3725, "1 h 2 min")],
+)
+def test_durations_have_units_that_a_person_reads(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_what_stands_above_is_not_told_again() -> None:
+    broken = [result("a", name, "error", reason="expected a port\nmore") for name in ("x", "y")]
+    one = result("b", "x", "leak", findings=[leak()])
+    text = render([*broken, one], 80, unicode=False, told=True)
+    assert "expected a port" not in text
+    assert "ERROR matrices/llama.yaml::a::y (told above)" in text
+    assert "  - 2 of 3 cases failed to run" in text
+    assert "LEAK K07 [conservation] after every session was closed" in text
+    assert "Owner:" not in text
+    both = render([one, result("b", "y", "leak", findings=[leak()])], 80, unicode=False, told=True)
+    assert both.count("Owner: session s3") == 1, "one fault of several cases is told once more, for all of them"
+    alone = render(broken, 80, unicode=False)
+    assert alone.count("expected a port") == 2, "where nothing stands above, it is told here"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 132, 200])
@@ -127,7 +153,7 @@ def test_what_was_not_proven_is_said() -> None:
         result("b", "y", "unexercised", reason="no retraction was seen"),
     ]
     text = render(results, 200, unicode=False)
-    assert "every KV slot came back, per pool, before any flush; cached" in text
+    assert "  - every KV slot came back, per pool, before any flush\n" in text
     assert "cached and prompt token counts are exact (in 1 of 2)" in text
     assert "  - page-level account on reference 0.1.0: 0.5.12 has none (1 of 4 cases)" in text
     assert "  - 1 of 4 cases skipped: a CPU cannot overlap speculation" in text
@@ -173,7 +199,7 @@ def test_a_case_that_failed_to_run_stands_in_the_row_of_its_cell() -> None:
     assert "ERROR matrices/llama.yaml::a::x\n  worker crashed\n  Traceback" in text
     assert "ERROR out/result.json\n  damaged" in text
     assert "2 cases: 1 passed, 1 ERROR, and 1 file without results; 2 s in cases" in text
-    assert "  - out/result.json: damaged" in text
+    assert "  - out/result.json gave no results" in text
 
 
 def test_a_case_that_was_skipped_before_the_version_was_known_stands_in_the_row_of_its_cell() -> None:

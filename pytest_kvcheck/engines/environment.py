@@ -27,7 +27,6 @@ def package_version(python: str, package: str, advice: str) -> str:
         raise LookupError(f"{python} did not say within 60 s whether it has {package}; {advice}") from error
     if run.returncode:
         last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
-        raise LookupError(
-            f"expected {package} in the environment of {python}, found none ({last[:200]}); {advice}"
-        )
+        why = "" if "PackageNotFoundError" in last else f" ({last[:200]})"
+        raise LookupError(f"expected {package} in the environment of {python}, found none{why}; {advice}")
     return run.stdout.strip()

@@ -149,6 +149,8 @@ class SglangEngine(Engine):
             return {}
         if not isinstance(info, dict):
             return {}
+        if "context_length" in info and info["context_length"] is None:  # no flag; the model's own holds
+            info["context_length"] = _context_of_model(control)
         self.version = str(info.get("version") or "")
         self.incremental = info.get("incremental_streaming_output") is True
         self._sessions = info.get("enable_streaming_session") is True
@@ -326,6 +328,15 @@ def as_argv(flags: Mapping[str, Any]) -> list[str]:
         elif value is not True:
             argv.append(str(value))
     return argv
+
+
+def _context_of_model(control: Control) -> int | None:
+    """The context of a server that was started without that flag; None where it does not tell."""
+    try:
+        size = control.get("/v1/models").json()["data"][0]["max_model_len"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return size if isinstance(size, int) else None
 
 
 def _state(info: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -79,7 +79,7 @@ def lacks(cell: Cell, version: str) -> dict[str, str]:
     have = release(version)
     out: dict[str, str] = {}
     if not cell.features.strict:
-        off = "the cell says strict: false"
+        off = "turned off by --kvcheck-silent" if cell.silent else "the cell says strict: false"
         out |= {"busy_check": off, "idle_check": off, "page_invariants": off}
     if not cell.features.streaming_session:
         out["sessions"] = "the cell runs without streaming sessions"

@@ -27,7 +27,7 @@ from pytest_kvcheck.launch.gpus import GpuLease, lease_gpus
 from pytest_kvcheck.launch.models import ensure_model
 from pytest_kvcheck.launch.ports import lease_ports
 from pytest_kvcheck.launch.process import EngineProcess
-from pytest_kvcheck.launch.readiness import Startup, ask, check_interpreter, environment
+from pytest_kvcheck.launch.readiness import Startup, ask, check_interpreter, environment, not_ready
 from pytest_kvcheck.observe import residue
 from pytest_kvcheck.observe.logs import LogEvent
 from pytest_kvcheck.observe.tail import LogTail
@@ -151,11 +151,11 @@ class Server:
             control = Control(url)
             port = urlsplit(control.base_url).port or 80
         except ValueError as error:
-            raise LaunchError(f"expected --kvcheck-url http://127.0.0.1:PORT, found {url!r}: {error}") from None
+            raise LaunchError(f"--kvcheck-url: {error}") from None
 
         def refused(what: str, next_step: str) -> LaunchError:
             return LaunchError(
-                f"--kvcheck-url {url}: expected a ready {engine.name} server; it {what}. Next: {next_step}."
+                f"--kvcheck-url {url}: expected a ready {engine.name} server, found {what}. Next: {next_step}."
             )
 
         with ExitStack() as stack:
@@ -163,13 +163,9 @@ class Server:
             deadline = time.monotonic() + timeout
             while not engine.ready(control):
                 if time.monotonic() > deadline:
-                    answer = control.get("/health", timeout=5.0)
-                    said = f"HTTP {answer.status} for GET /health" if answer.status else answer.error
-                    raise refused(
-                        f"did not get ready within {timeout:.0f} s, found {said}", "start it, wait, rerun"
-                    )
+                    raise refused(*not_ready(engine, control, timeout))
                 time.sleep(0.2)
-            info = ask(engine, control, refused)
+            info = ask(engine, control, lambda what, step: refused(f"one that {what}", step))
             owner = residue.listener(port)
             pid = residue.topmost(owner.pids) if owner else None
             output = residue.stdout_file(pid) if pid else None

@@ -227,6 +227,7 @@ def build_cells(form: Mapping[str, Any], engine: EngineName | None, context: Con
             exercise=values.get("exercise", "required"),
             known=_known(values.get("known", []), chosen),
             plant=context.plant,
+            silent=context.silent,
         )
     if not cells and combinations({**form, "exclude": []}):
         context.problem(("exclude",), "at least one cell that is left", "all excluded", key=True)

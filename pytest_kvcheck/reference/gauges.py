@@ -116,7 +116,7 @@ def loads(version: str, engine: Engine, gauges: Gauges) -> dict[str, Any]:
 def server_info(version: str, engine: Engine, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """``arguments`` are the launch flags under SGLang's names."""
     # What this engine does not take as a flag is told all the same: a client checks what it asked for.
-    arguments = {"tp_size": 1, "speculative_algorithm": None, **arguments}
+    arguments = {"tp_size": 1, "speculative_algorithm": None, **arguments, "context_length": engine.context}
     state: dict[str, Any] = dict(arguments)
     state["effective_max_running_requests_per_dp"] = engine.options.max_running
     memory = engine.scheduler.cache.memory

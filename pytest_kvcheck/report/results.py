@@ -102,17 +102,15 @@ class CaseResult(msgspec.Struct, kw_only=True):
         return bool(self.findings) and not self.unexpected()
 
     def text(self) -> str:
-        """The result for a person: its status, a paragraph for each finding, and where to go on."""
-        lines = [f"{self.outcome.upper()} {self.id}"]
-        if self.reason and not any(self.reason in finding.headline for finding in self.findings):
-            lines.append(self.reason)
-        for finding in self.findings:
-            lines += ["", finding.paragraph()]
+        """The result for a person: what is wrong (pytest's last lines quote the first line), where to go on."""
+        blocks = [finding.paragraph() for finding in self.findings]
+        if not any(self.reason in finding.headline for finding in self.findings):
+            blocks.insert(0, f"{self.outcome.upper()} {self.reason or 'without a reason'}")
         places = {"trace": self.trace, "repro": self.repro, "log": self.log, "again": self.command}
         given = [f"{name + ':':7}{place}" for name, place in places.items() if place]
         if given:
-            lines += ["", f"seed:  {self.seed}", *given]
-        return "\n".join(lines)
+            blocks.append("\n".join([f"case:  {self.id}", f"seed:  {self.seed}", *given]))
+        return "\n\n".join(blocks)
 
 
 class _Document(msgspec.Struct, kw_only=True):

@@ -103,11 +103,27 @@ def _matrix(result: CaseResult) -> str:
     return result.id.partition("::")[0]
 
 
+def named(engine: str, version: str) -> str:
+    """An engine with its version, as far as they are known: ``sglang 0.5.23``, ``reference 0.1.0``."""
+    return f"{engine} {version.removeprefix(f'{engine}-')}".strip()
+
+
 def engine_of(result: CaseResult) -> str:
-    """The engine with its version, as far as they are known."""
-    if result.engine_version.startswith(result.engine):
-        return result.engine_version
-    return f"{result.engine} {result.engine_version}".strip()
+    """The engine of a result with its version, as far as they are known."""
+    return named(result.engine, result.engine_version)
+
+
+def duration(seconds: float) -> str:
+    """``0.4 s``, ``38 s``, ``2 min 5 s``, ``1 h 2 min``."""
+    whole = round(seconds)
+    if 0 < seconds < 1:
+        return f"{seconds:.1g} s"
+    if whole < 120:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def _place(result: CaseResult) -> tuple[str, str]:
@@ -160,7 +176,7 @@ def _faults(cases: Iterable[CaseResult]) -> list[Seen]:
 
 
 def _of(count: int, total: int) -> str:
-    return f"{count} of {total} cases"
+    return f"{count} of {total} case{'' if total == 1 else 's'}"
 
 
 def _proven(passed: Sequence[CaseResult]) -> list[str]:
@@ -179,21 +195,27 @@ def _first_line(text: str) -> str:
 
 def _unproven(cases: Sequence[CaseResult]) -> list[str]:
     total = len(cases)
-    lacks: Counter[tuple[str, str]] = Counter()
+    lacks: Counter[tuple[str, str, str]] = Counter()
     for result in cases:
         if result.outcome != "skipped":
-            engine = engine_of(result)
-            lacks.update((f"{name} on {engine}" if engine else name, why) for name, why in result.lacks.items())
-    lines = [f"{name}: {why} ({_of(count, total)})" for (name, why), count in lacks.items()]
+            lacks.update((engine_of(result), why, name) for name, why in result.lacks.items())
+    together: dict[tuple[str, str, int], list[str]] = {}
+    for (engine, why, name), count in lacks.items():
+        together.setdefault((engine, why, count), []).append(name)
+    lines = [
+        ", ".join(names) + (f" on {engine}" if engine else "") + f": {why} ({_of(count, total)})"
+        for (engine, why, count), names in together.items()
+    ]
     for outcome, words in (
         ("skipped", "skipped"),
         ("unexercised", "ran without doing what they are for"),
         ("inconclusive", "could not be judged"),
-        ("error", "failed to run"),
     ):
         reasons = Counter(result.reason for result in cases if result.outcome == outcome)
         for reason, count in reasons.items():
             lines.append(f"{_of(count, total)} {words}" + (f": {_first_line(reason)}" if reason else ""))
+    if failed := sum(result.outcome == "error" for result in cases):
+        lines.append(f"{_of(failed, total)} failed to run")
     return lines
 
 
@@ -224,7 +246,7 @@ def summarise(results: Sequence[CaseResult]) -> Summary:
         known=sum(result.expected for result in results),
         faults=_faults(results),
         proven=_proven(passed),
-        unproven=_unproven(cases) + [f"{stray.id}: {_first_line(stray.reason)}" for stray in strays],
+        unproven=_unproven(cases) + [f"{stray.id} gave no results" for stray in strays],
         differs=_differs(cases),
         engines=list(dict.fromkeys(engine_of(result) for result in cases if result.engine)),
     )

@@ -14,7 +14,16 @@ from rich.text import Text
 
 from pytest_kvcheck.findings import Outcome
 from pytest_kvcheck.report.results import CaseResult
-from pytest_kvcheck.report.summary import WORDS, Entry, Seen, Summary, clean, size_of, summarise
+from pytest_kvcheck.report.summary import (
+    WORDS,
+    Entry,
+    Seen,
+    Summary,
+    clean,
+    duration,
+    size_of,
+    summarise,
+)
 
 _STYLES: dict[Outcome, str] = {
     "passed": "green",
@@ -130,10 +139,10 @@ def _unconstrained(table: Table, page: _Page) -> bool:
     return page.console.measure(table, options=wide).maximum <= page.width
 
 
-def _print_fault(fault: Seen, page: _Page) -> None:
+def _print_fault(fault: Seen, page: _Page, told: bool) -> None:
     head, *rest = fault.finding.paragraph().splitlines()
     page.line(head, "bold")
-    for line in rest:
+    for line in rest if len(fault.cases) > 1 or not told else ():
         page.line(line.strip(), indent="  ")
     (result, _), *others = fault.cases
     page.line(f"In: {result.id}" + (f" (seed {result.seed})" if result.seed else ""), indent="  ")
@@ -153,13 +162,16 @@ def _print_fault(fault: Seen, page: _Page) -> None:
     page.line()
 
 
-def _print_errors(results: Iterable[CaseResult], page: _Page) -> None:
+def _print_errors(results: Iterable[CaseResult], page: _Page, told: bool) -> None:
     for result in results:
         if result.outcome == "error":
-            page.line(f"ERROR {result.id}", "bold")
-            for line in result.reason.splitlines() or ["no reason was given"]:
+            page.line(f"ERROR {result.id}" + (" (told above)" if told else ""), "bold")
+            for line in () if told else result.reason.splitlines() or ["no reason was given"]:
                 page.line(line, indent="  ")
-            page.line()
+            if not told:
+                page.line()
+    if told:
+        page.line()
 
 
 def _print_summary(summary: Summary, results: Sequence[CaseResult], page: _Page) -> None:
@@ -169,17 +181,19 @@ def _print_summary(summary: Summary, results: Sequence[CaseResult], page: _Page)
         for outcome, count in summary.counts.items()
     ]
     known = f" ({summary.known} of them known, *)" if summary.known else ""
-    seconds = sum(result.duration_s for result in results)
+    seconds = duration(sum(result.duration_s for result in results))
     line = f"{total} case{'s' if total != 1 else ''}: {', '.join(counts) or 'none ran'}{known}"
     if summary.strays:
         line += f", and {len(summary.strays)} file{'s' if len(summary.strays) != 1 else ''} without results"
-    line += f"; {seconds:.0f} s in cases"
+    line += f"; {seconds} in cases"
     clean_run = set(summary.counts) <= {"passed", "skipped"} and "passed" in summary.counts
     clean_run = clean_run and not summary.strays
     page.line(line, "bold green" if clean_run else "bold red")
     passed = summary.counts.get("passed", 0)
     if passed and summary.proven:
-        page.line(f"Proven for the {passed} that passed: {'; '.join(summary.proven)}.")
+        page.line(f"Proven for the {passed} that passed:")
+        for what in summary.proven:
+            page.line(what, indent="  - ")
     elif passed:
         page.line(f"The {passed} that passed do not say what was judged.")
     if summary.unproven:
@@ -192,16 +206,20 @@ def _print_summary(summary: Summary, results: Sequence[CaseResult], page: _Page)
             page.line(text, indent="  - ")
     floors = [result.noise_floor for result in results if result.noise_floor is not None]
     if floors:
-        page.line(f"Log-prob noise of the controls: at most {max(floors):.2g}.")
+        page.line(f"Log-prob noise of the controls: at most {max(floors):.2g} nats.")
 
 
 def render(
-    results: Sequence[CaseResult], width: int = 80, color: bool = False, unicode: bool | None = None
+    results: Sequence[CaseResult],
+    width: int = 80,
+    color: bool = False,
+    unicode: bool | None = None,
+    told: bool = False,
 ) -> str:
     """The final table, a paragraph for each fault, and the summary, as text of at most ``width`` columns.
 
     Only what must not be broken (paths, commands, ids) may be wider. ``unicode`` None asks the terminal;
-    False gives ASCII.
+    False gives ASCII. ``told``: each failed case stands in full above, so what would repeat it is left out.
     """
     page = _Page(width, color, _unicode_terminal() if unicode is None else unicode)
     summary = summarise(results)
@@ -209,7 +227,7 @@ def render(
         _print_table(summary, page)
         page.line()
     for fault in summary.faults:
-        _print_fault(fault, page)
-    _print_errors(results, page)
+        _print_fault(fault, page, told)
+    _print_errors(results, page, told)
     _print_summary(summary, results, page)
     return page.text()
