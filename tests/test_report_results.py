@@ -136,7 +136,15 @@ def test_text_tells_the_finding_and_where_to_go_on() -> None:
         "a", "pre-abort", "leak", findings=[leak()], reason="other", trace="t.jsonl", command="pytest x"
     ).text()
     assert text.splitlines()[0] == "LEAK other", "pytest's last lines quote the first line of it"
-    for part in ("case:  matrices/llama.yaml::a::pre-abort", "256", "Owner: session s3", "trace: t.jsonl", "again: pytest x", "seed:  7", "other"):
+    for part in (
+        "case:  matrices/llama.yaml::a::pre-abort",
+        "256",
+        "Owner: session s3",
+        "trace: t.jsonl",
+        "again: pytest x",
+        "seed:  7",
+        "other",
+    ):
         assert part in text
     assert result("a", "b", "error", reason="boom").text() == "ERROR boom"
     known = result("a", "b", "leak", findings=[leak()], reason=leak().headline).text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm_helpers import cell
 
+from pytest_kvcheck.cells import Speculative
 from pytest_kvcheck.ledger import SessionLedger
 from pytest_kvcheck.trace import OpRecord, Reply
 from pytest_kvcheck.workloads import make_plan
@@ -24,6 +25,16 @@ def test_a_session_fills_a_page_before_its_last_turn(name: str, page: int) -> No
             reply = Reply(finish="length", output_ids=[1] * op.max_new_tokens)
             ledger.apply(OpRecord(op=op, reply=reply))
     assert reached
+
+
+@pytest.mark.parametrize("page", [1, 256])
+@pytest.mark.parametrize("name", ["kv-inheritance", "nth-mid-abort", "first-mid-abort", "pre-abort"])
+def test_with_a_draft_it_fills_one_more_that_is_computed_anew(name: str, page: int) -> None:
+    one = cell(page_size=page, pool_tokens=32768, speculative=Speculative(overlap=False), draft="/models/draft")
+    plan = make_plan(name, one, vocab_size=512, seed=1, sessions="resent")
+    first = next(op for op in plan.operations if op.kind == "turn" and op.expect != "reject")
+    assert len(first.input_ids) > 2 * max(page, 32)
+    assert "cached_turn" in plan.must_exercise
 
 
 def test_sessions_of_the_server_keep_their_short_turns() -> None:

@@ -48,12 +48,19 @@ class WorkloadContext:
         return size if size is not None and size < longest(self.cell) else None
 
     def opening(self, size: int) -> int:
-        """Tokens of a session's first turn: ``size``, but more than a page where histories are sent again.
+        """Tokens of a session's first turn: ``size``, but more than fills the pages that it takes for a hit where
+        histories are sent again.
 
         Of such a history only whole pages are cached, so one that is shorter would prove nothing.
         """
-        fits = 2 * self.cell.features.page_size + CONTEXT_RESERVE < self.cell.features.context_length
-        return max(size, self.cell.features.page_size + 1, 48) if self.sessions == "resent" and fits else size
+        pages, page = self._pages_of_a_hit, self.cell.features.page_size
+        fits = (pages + 1) * page + CONTEXT_RESERVE < self.cell.features.context_length
+        return max(size, pages * page + 1, pages * 48) if self.sessions == "resent" and fits else size
+
+    @property
+    def _pages_of_a_hit(self) -> int:
+        """How many full pages of a history it takes for one to hit: with a draft the last one is computed anew."""
+        return 1 if self.cell.features.speculative is None else 2
 
     def builder(self, workload: str) -> PlanBuilder:
         return PlanBuilder(workload, self.seed, self.vocab_size)
@@ -75,13 +82,13 @@ class WorkloadContext:
         )
 
     def _fills_a_page(self, builder: PlanBuilder) -> bool:
-        """Whether some turn follows on a history of more than a page."""
+        """Whether some turn follows on a history of more pages than it takes for a hit."""
         history: dict[str, int] = {}
         for op in builder.operations:
             if op.kind != "turn" or op.session is None or op.expect != "finish":
                 continue
             before = history.get(op.session, 0)
-            if before > self.cell.features.page_size:
+            if before > self._pages_of_a_hit * self.cell.features.page_size:
                 return True
             history[op.session] = before + len(op.input_ids) + op.max_new_tokens
         return False
