@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pytest_kvcheck.findings import SEVERITY
 from pytest_kvcheck.operations import Operation
-from pytest_kvcheck.report.charts import HEIGHT, WIDTH, timeline
+from pytest_kvcheck.report.charts import HEIGHT, SIGNS, WIDTH, timeline
 from pytest_kvcheck.report.html import write_html
 from pytest_kvcheck.report.results import CaseResult, write_result
 from pytest_kvcheck.trace import (
@@ -64,9 +65,13 @@ def test_a_failed_case_shows_its_finding_and_drawing(tmp_path: Path) -> None:
     trace = tmp_path / "art" / "page-256" / "stress" / "trace.jsonl"
     write_trace(trace)
     failed = result("page-256", "stress", "leak", findings=[leak()], trace=str(trace), noise_floor=0.01)
-    _, page = page_of(tmp_path, [failed, result("baseline", "stress")])
+    text, page = page_of(tmp_path, [failed, result("baseline", "stress")])
     assert "it has 256." in page.text
-    assert "Owner: session s3, round 2 turn 3 (aborted)." in page.text
+    assert "session s3, round 2 turn 3 (aborted)" in page.text
+    assert "total 32768 = available 32256 + evictable 256 + uncached 256" in page.text
+    assert "at rest, before any flush" not in page.text, "this trace ends without probe and flush"
+    assert "since the workload began" in page.text
+    assert text.count(">tokens</text>") == 1
     paths = [attributes["class"] for tag, attributes in page.tags if tag == "path"]
     assert paths == ["uncached", "protected", "session_held", "evictable"]
     markers = [attributes["class"] for tag, attributes in page.tags if tag == "g"]
@@ -162,11 +167,12 @@ def test_a_drawing_stays_inside_its_box_and_is_thinned(tmp_path: Path) -> None:
     assert drawing is not None
     (pool,) = drawing.pools
     (area,) = pool.areas
-    assert (area.part, area.last) == ("used", 9_999 % 700)
+    assert (area.part, area.rest) == ("used", 9_999 % 700)
+    assert (pool.top, pool.ticks[-1]) == (800, (0.0, "800"))
     xs, ys = numbers(area.path)[::2], numbers(area.path)[1::2]
     assert min(xs) == 0.0
     assert max(xs) == WIDTH
-    assert min(ys) >= 0.0
+    assert min(ys) > 0.0
     assert max(ys) == HEIGHT
     assert len(area.path) < 40_000
 
@@ -191,10 +197,51 @@ def test_the_drawing_begins_with_the_workload_and_mixes_sources(tmp_path: Path) 
     assert drawing is not None
     assert drawing.seconds == 3
     assert drawing.lanes == ["s0"]
-    assert [(area.part, area.peak, area.last) for area in drawing.pools[0].areas] == [
-        ("evictable", 8, 8),
+    assert [(area.part, area.peak, area.rest) for area in drawing.pools[0].areas] == [
         ("used", 40, 0),
+        ("evictable", 8, 8),
     ]
+    assert drawing.judged is None
+
+
+def test_the_legend_says_what_was_held_before_the_flush(tmp_path: Path) -> None:
+    def reading(t: float, used: int, evictable: int) -> GaugeSample:
+        return GaugeSample(t=t, source="x", pools=[PoolGauge(used=used, evictable=evictable, session_held=0)])
+
+    def did(number: int, kind: Any, at: float, phase: Any = "workload") -> OpRecord:
+        op = Operation(id=number, kind=kind, session="s" if kind in ("turn", "close") else None)
+        return OpRecord(op=op, phase=phase, started=at, ended=at + 1)
+
+    lines: list[Line] = [
+        did(1, "turn", 10),
+        *(reading(10 + step / 500, 900, 0) for step in range(600)),
+        did(2, "close", 12, "drain"),
+        *(reading(13 + step / 500, 70, 30) for step in range(601)),
+        did(3, "generate", 15, "probe"),
+        reading(15.5, 80, 40),
+        did(4, "flush", 16, "drain"),
+        reading(16.9, 0, 0),
+        did(5, "score", 18, "replay"),
+        reading(18, 500, 0),
+    ]
+    drawing = timeline(lines, operations=True)
+    assert drawing is not None
+    rest = {area.part: (area.peak, area.rest) for area in drawing.pools[0].areas}
+    assert rest == {"used": (900, 70), "evictable": (40, 30)}
+    assert drawing.judged == pytest.approx(WIDTH * 5 / 7)
+    assert drawing.seconds == 7, "the replay behind the flush is not drawn"
+    assert drawing.lanes == ["s", "probes"]
+    assert {marker.kind for marker in drawing.markers} == {"close", "flush"}
+    assert len({SIGNS[marker.kind] for marker in drawing.markers}) == 2
+    assert [marker.title for marker in drawing.markers] == ["close 2 at 2.00 s", "flush 4 at 6.00 s"]
+
+
+def test_nothing_proven_reads_as_sentences(tmp_path: Path) -> None:
+    lost = result("a", "w", "leak", findings=[leak(owner=None)], lacks={"busy_check": "off"}, command="again x")
+    _, page = page_of(tmp_path, [lost])
+    for words in ("No case passed, so nothing is proven.", "Not judged in this run:", "not known", "again x"):
+        assert words in page.text
+    assert "busy_check on reference 0.1.0: off (1 of 1 case)" in page.text
 
 
 def test_a_pool_that_was_always_free_says_so(tmp_path: Path) -> None:

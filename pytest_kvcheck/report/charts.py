@@ -5,6 +5,7 @@ Only geometry is made here; the template draws it. Lengths are in the units of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +13,17 @@ from pytest_kvcheck.trace import GaugeSample, Line, OpRecord, PoolGauge
 
 WIDTH, HEIGHT, LANE = 900.0, 130.0, 12.0
 # Parts of a pool that are not free, from the bottom of the drawing upward: what is lost stays as a floor.
-PARTS = ("uncached", "protected", "session_held", "evictable")
+# "used" is what an engine calls used and does not divide further.
+PARTS: dict[str, str] = {
+    "uncached": "of requests, not in the prefix cache (uncached)",
+    "protected": "locked in the prefix cache (protected)",
+    "used": "in use",
+    "session_held": "held by sessions",
+    "evictable": "in the prefix cache, evictable",
+}
+_ASKED = ("uncached", "protected", "session_held", "evictable")
+# What happens at one time, with the sign that stands for it.
+SIGNS = {"abort": "\u2715", "disconnect": "\u25cb", "retract": "\u25bc", "close": "\u25a1", "flush": "\u25c6"}
 _DRAWN = ("workload", "drain", "probe")
 # More would not be seen at this width, and every case of a long run has its drawing.
 _MOST_SAMPLES, _MOST_MARKERS, _MOST_OPERATIONS = 300, 200, 400
@@ -20,12 +31,15 @@ _MOST_SAMPLES, _MOST_MARKERS, _MOST_OPERATIONS = 300, 200, 400
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """One part of a pool: ``path`` is an SVG path, ``last`` and ``peak`` are in tokens."""
+    """One part of a pool: ``path`` is an SVG path, ``peak`` and ``rest`` are in tokens.
+
+    ``rest``: at the reading that was judged, when all was closed and before any flush; else at the last one.
+    """
 
     part: str
     path: str
     peak: int
-    last: int
+    rest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +64,24 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class PoolChart:
-    """One pool over time; ``top`` is the number of tokens at the upper edge."""
+    """One pool over time; ``top`` is the number of tokens at the upper edge, ``ticks`` are (y, tokens)."""
 
     pool: str
     top: int
     total: int | None
     areas: list[Area]
+    ticks: list[tuple[float, str]]
 
 
 @dataclass(slots=True)
 class Timeline:
-    """All drawings of a case. ``ticks`` are (x, seconds); ``left_out`` counts operations without a bar."""
+    """All drawings of a case. ``ticks`` are (x, seconds); ``left_out`` counts operations without a bar.
+
+    ``judged`` is the x at which the account was judged, None where the case did not get so far.
+    """
 
     seconds: float
+    judged: float | None = None
     pools: list[PoolChart] = field(default_factory=list)
     markers: list[Marker] = field(default_factory=list)
     lanes: list[str] = field(default_factory=list)
@@ -73,10 +92,11 @@ class Timeline:
 
 def _parts(gauge: PoolGauge) -> dict[str, int]:
     """What is not free, by part; an engine that tells only a sum has one part."""
-    found = {name: getattr(gauge, name) for name in PARTS}
+    found = {name: getattr(gauge, name) for name in _ASKED}
     known = {name: value for name, value in found.items() if value is not None}
-    if gauge.used is not None and not known.keys() - {"evictable"}:
-        known["used"] = gauge.used
+    if gauge.used is not None:
+        divided = sum(value for name, value in known.items() if name != "evictable")
+        known["used"] = max(gauge.used - divided, 0)
     return known
 
 
@@ -89,13 +109,18 @@ def _thinned(samples: Sequence[GaugeSample]) -> list[GaugeSample]:
     return kept
 
 
-def _pool_chart(pool: str, samples: Sequence[GaugeSample], x: Callable[[float], float]) -> PoolChart | None:
+def _pool_chart(
+    pool: str, samples: Sequence[GaugeSample], x: Callable[[float], float], judged: float
+) -> PoolChart | None:
     points = [(sample.t, gauge) for sample in samples if (gauge := sample.pool(pool)) is not None]
     rows = [(t, _parts(gauge)) for t, gauge in points]
-    names = [name for name in (*PARTS, "used") if any(parts.get(name) for _, parts in rows)]
+    names = [name for name in PARTS if any(parts.get(name) for _, parts in rows)]
     if not rows:
         return None
-    top = max(max(sum(parts.values()) for _, parts in rows), 1)
+    peak = max(max(sum(parts.values()) for _, parts in rows), 1)
+    step = _round(peak / 4)
+    top = math.ceil(peak / step) * step
+    rest = max((at for at, (t, _) in enumerate(rows) if t <= judged), default=0)
     floor = [0] * len(rows)
     areas = []
     for name in names:
@@ -104,10 +129,17 @@ def _pool_chart(pool: str, samples: Sequence[GaugeSample], x: Callable[[float], 
         upper = _steps([t for t, _ in rows], ceiling, top, x)
         lower = _steps([t for t, _ in rows], floor, top, x)
         path = "M" + " L".join([*upper, *reversed(lower)]) + " Z"
-        areas.append(Area(name, path, max(values), values[-1]))
+        areas.append(Area(name, path, max(values), values[rest]))
         floor = ceiling
+    ticks = [(HEIGHT * (1 - tokens / top), f"{tokens:,}") for tokens in range(0, top + 1, step)]
     total = next((gauge.total for _, gauge in points if gauge.total is not None), None)
-    return PoolChart(pool, top, total, areas)
+    return PoolChart(pool, top, total, areas, ticks)
+
+
+def _round(tokens: float) -> int:
+    """The least of 1, 2, 5, 10, 20, ... that is not less."""
+    power = int(10 ** int(math.log10(max(tokens, 1))))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= tokens)
 
 
 def _steps(times: Sequence[float], values: Sequence[int], top: int, x: Callable[[float], float]) -> list[str]:
@@ -128,21 +160,32 @@ def _name(record: OpRecord) -> str:
 
 
 def _markers(
-    records: Iterable[OpRecord], samples: Sequence[GaugeSample], x: Callable[[float], float]
+    records: Iterable[OpRecord], samples: Sequence[GaugeSample], x: Callable[[float], float], start: float
 ) -> list[Marker]:
     markers = [
-        Marker(x(record.started), record.op.kind, f"{_name(record)} at {record.started:.2f} s")
+        Marker(x(record.started), record.op.kind, f"{_name(record)} at {record.started - start:.2f} s")
         for record in records
-        if record.op.kind in ("abort", "disconnect", "close", "flush") and record.phase != "control"
+        if record.op.kind in SIGNS and record.phase != "control"
     ]
     before: int | None = None
     for sample in samples:
         now = sample.retracted_total
         if now is not None:
             if before is not None and now > before:
-                markers.append(Marker(x(sample.t), "retract", f"{now - before} retracted by {sample.t:.2f} s"))
+                title = f"{now - before} retracted by {sample.t - start:.2f} s"
+                markers.append(Marker(x(sample.t), "retract", title))
             before = now
     return sorted(markers, key=lambda marker: marker.x)[:_MOST_MARKERS]
+
+
+def _is_last_flush(record: OpRecord) -> bool:
+    return (record.phase, record.op.kind) == ("drain", "flush")
+
+
+def _lane(record: OpRecord) -> str:
+    if record.op.session:
+        return record.op.session
+    return "no session" if record.phase == "workload" else "probes"
 
 
 def _tick_step(seconds: float) -> float:
@@ -165,7 +208,8 @@ def timeline(lines: Iterable[Line], *, operations: bool) -> Timeline | None:
     if workload:  # the controls before it and the replays after it move no gauge that anyone asks about
         first = min(workload)
         records = [record for record in records if record.phase in _DRAWN and record.started >= first]
-        samples = [sample for sample in samples if sample.t >= first]
+        flushed = min((r.ended for r in records if _is_last_flush(r)), default=math.inf)
+        samples = [sample for sample in samples if first <= sample.t <= flushed]
     times = [sample.t for sample in samples] + [t for record in records for t in (record.started, record.ended)]
     if not times:
         return None
@@ -176,22 +220,25 @@ def timeline(lines: Iterable[Line], *, operations: bool) -> Timeline | None:
         return (t - start) / span * WIDTH
 
     samples.sort(key=lambda sample: sample.t)
-    result = Timeline(span, markers=_markers(records, samples, x))
-    kept = _thinned(samples)
+    # Probes and the flush come behind the verdict, and change what the server holds.
+    behind = [record.started for record in records if record.phase == "probe" or _is_last_flush(record)]
+    judged = min(behind, default=math.inf)
+    result = Timeline(span, x(judged) if behind else None, markers=_markers(records, samples, x, start))
+    kept = _thinned([s for s in samples if s.t <= judged]) + _thinned([s for s in samples if s.t > judged])
     pools = dict.fromkeys(gauge.pool for sample in samples for gauge in sample.pools)
-    result.pools = [chart for pool in pools if (chart := _pool_chart(pool, kept, x)) is not None]
+    result.pools = [chart for pool in pools if (chart := _pool_chart(pool, kept, x, judged)) is not None]
     step = _tick_step(span)
     result.ticks = [(x(start + at * step), f"{at * step:g} s") for at in range(int(span / step) + 1)]
     if operations:
         requests = [record for record in records if record.op.generates]
         result.left_out = max(len(requests) - _MOST_OPERATIONS, 0)
         shown = requests[-_MOST_OPERATIONS:]  # the end of a case is where it failed
-        result.lanes = list(dict.fromkeys(record.op.session or record.phase for record in shown))
+        result.lanes = list(dict.fromkeys(_lane(record) for record in shown))
         for record in shown:
-            lane = result.lanes.index(record.op.session or record.phase)
+            lane = result.lanes.index(_lane(record))
             left, right = x(record.started), x(record.ended)
             title = f"{_name(record)}: {record.reply.finish}, {len(record.reply.output_ids)} tokens, "
-            title += f"{record.started:.2f} to {record.ended:.2f} s"
+            title += f"{record.started - start:.2f} to {record.ended - start:.2f} s"
             width = max(right - left, 1.5)
             result.bars.append(Bar(left, width, lane * LANE, record.reply.finish, title))
     return result

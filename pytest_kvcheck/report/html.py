@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from pytest_kvcheck.report import charts
 from pytest_kvcheck.report.results import CaseResult
-from pytest_kvcheck.report.summary import WORDS, clean, engine_of, size_of, summarise
+from pytest_kvcheck.report.summary import WORDS, clean, duration, engine_of, size_of, summarise
 from pytest_kvcheck.trace import Line, read_trace
 
 _CALM = ("passed", "skipped")
@@ -87,10 +87,12 @@ def render_html(results: Sequence[CaseResult], artifacts: Path, base: Path) -> s
         summary=summarise(results),
         cases=cases,
         anchors={id(case.result): case.anchor for case in cases},
+        links={id(case.result): case.links for case in cases},
         words=WORDS,
         calm=_CALM,
         charts=charts,
         size_of=size_of,
+        duration=duration,
         engine_of=engine_of,
         seconds=sum(result.duration_s for result in results),
     )

@@ -46,7 +46,8 @@ def clean(text: str) -> str:
 
 def size_of(finding: Finding) -> str:
     """``256 tokens, 1 page``; "" where the amount is not known."""
-    sizes = ((finding.tokens, "token"), (finding.pages, "page"))
+    pages = None if finding.pages == finding.tokens else finding.pages  # of one token each
+    sizes = ((finding.tokens, "token"), (pages, "page"))
     return ", ".join(f"{size} {unit}{'' if size == 1 else 's'}" for size, unit in sizes if size is not None)
 
 
