@@ -48,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     faults.add_argument("--check", choices=("on", "off", "both"), default="both", help="the engine's own check")
     faults.add_argument("--shrink", action="store_true", help="minimise each that is found, and tell the size")
+    faults.add_argument(
+        "--scorer",
+        metavar="transformers[=PYTHON]",
+        help="judge with it too, and look for what nothing else shows",
+    )
     faults.add_argument("--workload", help="look for all of them with this workload alone, such as fuzz")
     faults.add_argument(
         "--plans",

@@ -11,6 +11,7 @@ from pytest_kvcheck.cells import Case
 from pytest_kvcheck.judge import Bench
 from pytest_kvcheck.measure import Size, Subject, measure, reference_subjects, table
 from pytest_kvcheck.mutants import mutants, subjects_of
+from pytest_kvcheck.reach import REACH
 from pytest_kvcheck.report.results import CaseResult
 from pytest_kvcheck.settings import Settings
 from pytest_kvcheck.shrink.case import shrink_case
@@ -41,6 +42,7 @@ def measure_command(faults: Sequence[Mapping[str, str]], chosen: argparse.Namesp
             python=chosen.python,
             device=chosen.device,
             artifacts=chosen.artifacts.resolve(),
+            scorer=chosen.scorer,
         )
     )
     size = _sizes(bench) if chosen.shrink else None
@@ -63,7 +65,12 @@ def _subjects(faults: Sequence[Mapping[str, str]], chosen: argparse.Namespace) -
     if chosen.engine is None:
         if chosen.workload not in (None, *WORKLOADS):
             raise LookupError(f"--workload: expected one of {', '.join(WORKLOADS)}, found {chosen.workload!r}")
-        kinds = {fault["name"]: fault["kind"] for fault in faults}
+        kinds = {
+            fault["name"]: fault["kind"]
+            for fault in faults
+            # An engine that agrees with itself is not to be caught by asking it again.
+            if chosen.scorer or fault["name"] not in REACH or not REACH[fault["name"]].scorer
+        }
         found = reference_subjects(kinds, checks, chosen.workload)
     elif chosen.mutants is None:
         raise LookupError(f"--engine {chosen.engine}: expected --mutants FILE with the faults to build into it")

@@ -14,12 +14,15 @@ import msgspec
 from pytest_kvcheck.cells import Case
 from pytest_kvcheck.client.control import Control
 from pytest_kvcheck.engines.provoke import Provoker
+from pytest_kvcheck.engines.scorer import ScorerError
+from pytest_kvcheck.independent import MOST_SCORED, Independent
 from pytest_kvcheck.observe.blocks import StoredBlock
 from pytest_kvcheck.observe.gauges import Sampler
 from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.operations import Operation, Plan
 from pytest_kvcheck.oracles import logprobs, rows
 from pytest_kvcheck.oracles.base import CaseFacts
+from pytest_kvcheck.oracles.references import Emitted, References, emitted
 from pytest_kvcheck.rest import HASTY, PATIENT, Bed, home, settle
 from pytest_kvcheck.trace import GaugeSample, Note, OpRecord, Phase, PoolGauge, TraceWriter
 from pytest_kvcheck.workloads import replay
@@ -34,7 +37,7 @@ PLAN_BOUND = 1800.0
 
 # The oracles that the probes behind the verdict, and the replay, are for.
 PROBED = frozenset({"rows", "liveness"})
-REPLAYED = frozenset({"logprobs", "self_test"})
+REPLAYED = frozenset({"logprobs", "self_test", "scorer"})
 
 
 class Examination:
@@ -52,9 +55,11 @@ class Examination:
         seed: int,
         focus: frozenset[str] | None = None,
         patience: float = PATIENCE,
+        scorer: Independent | None = None,
     ) -> None:
         self.bed, self.case, self.plan, self.trace, self.seed = bed, case, plan, trace, seed
         self.focus, self.patience = focus, PATIENT if focus is None else HASTY
+        self.scorer = scorer
         self.server, self.engine, self.control = bed.server, bed.server.engine, bed.server.control
         self.runner = Runner(
             self.engine,
@@ -208,6 +213,28 @@ class Examination:
             self._run(replay.confirm_plan(found).operations, "control")
             again = replay.replay_plan(self.records, None, context, start_id=replay.REPLAY + 700_000)
             self._run(again.operations, "replay")
+        if self.scorer is not None and not self.bed.unscored and self._matters(frozenset({"scorer"})):
+            self._score(facts, self.scorer, [suspect.emitted for suspect in found[:MOST_SCORED]])
+
+    def _score(self, facts: CaseFacts, scorer: Independent, doubted: Sequence[Emitted]) -> None:
+        """Score by another implementation: the controls once a launch, then what the workload showed."""
+        context, bed = self.case.cell.features.context_length, self.bed
+        try:
+            if bed.scored is None:
+                controls = [one for one in emitted(bed.once) if one.record.phase == "control"]
+                bed.scored = scorer.score(self.server, controls)
+                bed.rounded = scorer.score(self.server, controls, rounded=True)
+            first = [one for one in doubted if one.record.phase == "workload"]
+            asked = [record for record in self.records if record.phase == "workload"]
+            chosen = replay.histories(asked, References(bed.scored), MOST_SCORED, context)
+            known = {one.ids for one in chosen}
+            chosen += [one for one in first if one.ids not in known]
+            facts.scored = [*bed.scored, *scorer.score(self.server, chosen)]
+            facts.rounded = bed.rounded
+        except ScorerError as error:
+            bed.unscored = str(error)
+        for record in (*facts.scored, *facts.rounded):
+            self.trace.write(record)
 
     def _flush(self) -> None:
         # A flush clears other people's sessions too: on a server that is not ours, only where there are none.

@@ -23,6 +23,7 @@ from pytest_kvcheck.engines import make_engine
 from pytest_kvcheck.engines.base import Engine
 from pytest_kvcheck.examine import PATIENCE, Examination
 from pytest_kvcheck.findings import Finding, gravest
+from pytest_kvcheck.independent import Independent
 from pytest_kvcheck.launch.errors import LaunchError
 from pytest_kvcheck.launch.models import vocab_size_of
 from pytest_kvcheck.launch.server import Server
@@ -63,6 +64,8 @@ class Bench:
         self._bed: Bed | None = None
         self._key = ""
         self._failures: dict[str, _Failure] = {}
+        chosen = settings.scorer
+        self._scorer = Independent(chosen, settings.python, progress) if chosen else None
         self._versions: dict[str, str] = {}
 
     def run(self, case: Case, case_id: str, *, last: bool, plan: Plan | None = None) -> CaseResult:
@@ -96,6 +99,8 @@ class Bench:
     def close(self) -> None:
         """Stop what runs. Safe to call again."""
         self._stop()
+        if self._scorer is not None:
+            self._scorer.close()
 
     # --- one case --------------------------------------------------------------------------------
     def _run(self, case: Case, result: CaseResult, folder: Path, last: bool, plan: Plan | None) -> CaseResult:
@@ -112,7 +117,7 @@ class Bench:
         result = replace(result, notes=list(bed.server.notes))
         argv = list(bed.server.argv)
         facts, findings = self.examine(case, plan, folder, last=last)
-        return self._result(result, facts, findings, folder, argv)
+        return self._result(result, facts, findings, folder, argv, bed.unscored)
 
     def examine(
         self,
@@ -137,7 +142,7 @@ class Bench:
         self.progress(f"{cell.name}::{case.workload.name}: {len(plan.operations)} operations")
         with TraceWriter(folder / "trace.jsonl", header) as trace:
             facts = Examination(
-                bed, case, plan, trace, plan.seed, focus, self.settings.patience or PATIENCE
+                bed, case, plan, trace, plan.seed, focus, self.settings.patience or PATIENCE, self._scorer
             ).run(gauges)
             dirty = facts.idle is None or not clean(facts.idle) or not facts.server.alive
             if last and not bed.server.attached:
@@ -154,7 +159,13 @@ class Bench:
         return facts, findings
 
     def _result(
-        self, result: CaseResult, facts: CaseFacts, findings: list[Finding], folder: Path, argv: list[str]
+        self,
+        result: CaseResult,
+        facts: CaseFacts,
+        findings: list[Finding],
+        folder: Path,
+        argv: list[str],
+        unscored: str,
     ) -> CaseResult:
         floor = measure(facts.records)
         lacks = dict(facts.promises.lacks)
@@ -162,6 +173,9 @@ class Bench:
             lacks["residue"] = "the server is not ours, so it was not stopped"
         if facts.log_path is None:
             lacks["engine_log"] = "the server writes its output to no file that we can read"
+        if unscored:
+            lacks["scorer"] = unscored
+        judged = set(ORACLES) - set(lacks) - (set() if facts.scored else {"scorer"})
         return replace(
             result,
             outcome=gravest(findings),
@@ -173,7 +187,7 @@ class Bench:
             trace=str(folder / "trace.jsonl"),
             log=str(facts.log_path) if facts.log_path else "",
             lacks=lacks,
-            judged=sorted(set(ORACLES) - set(lacks)),
+            judged=sorted(judged),
             noise_floor=floor.spread.greatest if floor.known else None,
         )
 
@@ -319,6 +333,7 @@ def again(settings: Settings, case: Case, case_id: str) -> str:
         "repeat": case.repeat + 1 if case.repeat else None,
         "budget": settings.budget,
         "patience": settings.patience,
+        "scorer": settings.scorer,
     }
     for name, value in given.items():
         # With "=": pytest takes a path behind a space for a test's place, and looks for its root folder there.

@@ -76,6 +76,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="Where traces, gauges, logs and results go (ini: kvcheck_artifacts; default: .kvcheck)",
     )
+    add(
+        "--kvcheck-scorer",
+        metavar="transformers[=PYTHON]",
+        help="Score what clients saw with transformers on the same weights as well, so that an engine that is "
+        "wrong in the same way every time is found (ini: kvcheck_scorer; PYTHON has torch and transformers; "
+        "default: the engine's interpreter, then this one)",
+    )
     add("--kvcheck-report", metavar="FILE.html", help="Write one self-contained HTML report")
     add("--kvcheck-json", metavar="FILE.json", help="Write the results as JSON (schema 1)")
     add("--kvcheck-shard", metavar="I/N", help="Run only the I-th of N parts of the launch keys (I from 1)")
@@ -109,6 +116,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("kvcheck_seed", "Seed of all plans"),
         ("kvcheck_budget", "Seconds of load to aim at a case"),
         ("kvcheck_patience", "Seconds that one request may take"),
+        ("kvcheck_scorer", "Independent scorer: transformers or transformers=PYTHON"),
         ("kvcheck_gpus", "GPUs that cells may lease: auto, or numbers with commas"),
         ("kvcheck_artifacts", "Folder of traces, gauges, logs and results"),
     ):

@@ -33,11 +33,13 @@ class Reach:
     """A cell of :data:`CELLS`, and a workload that provokes the fault there.
 
     ``checks``: with the engine's own check on or off; a fault of the check itself is there only when it is on.
+    ``scorer``: the engine agrees with itself, so that only another implementation shows the fault.
     """
 
     cell: str
     workload: WorkloadRef
     checks: tuple[str, ...] = ("on", "off")
+    scorer: bool = False
 
 
 # A few sessions side by side, with a few turns each.
@@ -59,11 +61,14 @@ REACH: Mapping[str, Reach] = {
     # The finish caps the length again: no client sees anything of it.
     "bonus-claimed-twice": Reach("eagle-v2", STRESS, ("on",)),
     "overshoot-untrimmed": Reach("eagle-v2", STRESS),
+    "stop-overshoot-kept": Reach("eagle-v2", WorkloadRef("stop-ids")),
     "spec-reject-slots-kept": Reach("eagle-v1", STRESS),
     "late-result-after-retract": Reach("eagle-v2-retract", STRESS),
     "partial-page-freed": Reach("page-16", STRESS),
     "lent-slot-double-count": Reach("plain", STRESS, ("on",)),
     "swa-cursor-uncapped": Reach("swa", WorkloadRef("nth-mid-abort")),
+    "window-short": Reach("swa", STRESS, scorer=True),
+    "rope-clamped": Reach("plain", STRESS, scorer=True),
     "swa-page-ge-window": Reach("swa-page-128", STRESS),
 }
 

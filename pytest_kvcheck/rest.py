@@ -50,6 +50,8 @@ class Bed:
     """A running server with what is measured once a launch and used by each of its cases.
 
     ``unfit`` says why the cell cannot be judged on it (a server that we attached to), "" where it can.
+    ``scored`` and ``rounded`` are the controls of this launch as another implementation scores them;
+    ``unscored`` says why it cannot.
     """
 
     server: Server
@@ -61,6 +63,9 @@ class Bed:
     measured: bool = False
     drains: int = 0
     unfit: str = ""
+    scored: list[OpRecord] | None = None
+    rounded: list[OpRecord] = field(default_factory=list)
+    unscored: str = ""
 
     def promises(self) -> Promises:
         """What the engine promises for this cell, in the oracles' words."""

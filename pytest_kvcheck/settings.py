@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -14,7 +16,8 @@ from pytest_kvcheck.cells import DeviceName, EngineName
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The options of a run. ``budget`` is in seconds of load a case, ``patience`` in
-    seconds of one request; ``shard`` is (index from 0, count)."""
+    seconds of one request; ``shard`` is (index from 0, count); ``scorer`` is "transformers" or
+    "transformers=PYTHON"."""
 
     engine: EngineName | None = None
     url: str | None = None
@@ -31,6 +34,7 @@ class Settings:
     shard: tuple[int, int] | None = None
     plant: tuple[str, ...] = ()
     silent: bool = False
+    scorer: str | None = None
     shrink: bool = False
 
 
@@ -92,10 +96,28 @@ def from_config(config: pytest.Config) -> Settings:
         plant=tuple(config.option.kvcheck_plant),
         silent=bool(config.option.kvcheck_silent),
         shrink=bool(config.option.kvcheck_shrink),
+        scorer=scorer_of(value("scorer"), start),
     )
 
 
-_INI = ("engine", "python", "device", "seed", "budget", "patience", "gpus", "artifacts")
+_INI = ("engine", "python", "device", "seed", "budget", "patience", "gpus", "artifacts", "scorer")
+
+
+def scorer_of(text: str | None, start: Path) -> str | None:
+    """What ``--kvcheck-scorer`` says, its interpreter made absolute. Raises ``pytest.UsageError``."""
+    if text is None:
+        return None
+    name, given, path = text.partition("=")
+    if name != "transformers" or (given and not path):
+        raise pytest.UsageError(
+            f"--kvcheck-scorer: expected transformers or transformers=PYTHON, found {text!r}"
+        )
+    python = str(start / Path(path).expanduser()) if "/" in path else shutil.which(path) if path else ""
+    if path and not (python and os.access(python, os.X_OK)):
+        raise pytest.UsageError(
+            f"--kvcheck-scorer: expected an interpreter behind transformers=, found {path!r}"
+        )
+    return f"transformers={python}" if path else name
 
 
 def _shard(text: str | None) -> tuple[int, int] | None:

@@ -23,7 +23,8 @@ SCHEMA = 1
 VERDICT = "verdict"
 
 # Which part of a case an operation belongs to. Only "workload" is replayed and shrunk.
-Phase = Literal["workload", "drain", "probe", "control", "replay"]
+# "scorer": not asked of the server at all, but of another implementation.
+Phase = Literal["workload", "drain", "probe", "control", "replay", "scorer"]
 # How a request ended, engine-neutral. "rejected": the server refused it without running it.
 Finish = Literal["length", "stop", "abort", "rejected", "disconnected", "timeout", "error"]
 
@@ -52,6 +53,7 @@ class Reply(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``top_logprobs[i]`` is the greatest log-prob at the same position as ``input_logprobs[i]`` (score only).
     A count is None where the engine did not send it. ``faults`` are violations of the protocol as such
     (truncated stream, NaN, lengths that disagree), each one sentence; the oracles turn them into findings.
+    ``samples`` are the other answers to a request that asked for several.
     """
 
     http_status: int | None = None
@@ -71,6 +73,7 @@ class Reply(msgspec.Struct, kw_only=True, omit_defaults=True):
     events: int = 0
     faults: list[str] = []
     session_id: str | None = None
+    samples: list[Reply] = []
 
 
 class OpRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag="op", tag_field="record"):

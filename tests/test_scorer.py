@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from model_helpers import RECIPES, Decoder
+from scorer_helpers import NONE, interpreter
 
 from pytest_kvcheck.engines.scorer import ScorerError, TransformersScorer
 from pytest_kvcheck.reference import synthetic
-
-
-@cache
-def interpreter() -> str | None:
-    """One that has transformers: ours, or that of an engine's environment."""
-    for python in (
-        sys.executable,
-        os.environ.get("KVCHECK_SGLANG_PYTHON"),
-        os.environ.get("KVCHECK_VLLM_PYTHON"),
-    ):
-        probe = "import importlib.util as u, sys; sys.exit(not u.find_spec('transformers'))"
-        if python and subprocess.run([python, "-c", probe]).returncode == 0:
-            return python
-    return None
 
 
 @pytest.fixture
 def python() -> str:
     found = interpreter()
     if not found:
-        pytest.skip("no interpreter with transformers: set KVCHECK_SGLANG_PYTHON or KVCHECK_VLLM_PYTHON")
+        pytest.skip(NONE)
     return found
 
 

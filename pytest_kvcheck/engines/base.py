@@ -120,6 +120,18 @@ class Engine(ABC):
     @abstractmethod
     def rules(self, cell: Cell) -> Rules: ...
 
+    def precision(self, info: Mapping[str, Any]) -> str:
+        """The type that a server with this configuration computes in ("float16"); "" is the weights' own.
+
+        Raises ``LookupError`` (one sentence) where weights or KV are quantised: then no other implementation
+        can be expected to give the same log-probs.
+        """
+        return ""
+
+    def model_of(self, info: Mapping[str, Any]) -> str:
+        """The folder or hub id of the model that a server with this configuration serves; "" if not told."""
+        return str(info.get("model_path") or "")
+
     # --- requests --------------------------------------------------------------------------------
     @abstractmethod
     def open_call(self, op: Operation, session_id: str) -> Call | None:

@@ -30,3 +30,20 @@ def package_version(python: str, package: str, advice: str) -> str:
         why = "" if "PackageNotFoundError" in last else f" ({last[:200]})"
         raise LookupError(f"expected {package} in the environment of {python}, found none{why}; {advice}")
     return run.stdout.strip()
+
+
+_EXACT = ("float32", "float16", "bfloat16")
+_SHORT = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+
+
+def precision_of(dtype: object, quantization: object, kv_cache: object) -> str:
+    """:meth:`Engine.precision` from an engine's own words, of which "auto" and None say nothing."""
+    name = str(dtype or "auto").removeprefix("torch.")
+    cache = str(kv_cache or "auto").removeprefix("torch.")
+    cache = _SHORT.get(cache, cache)
+    if quantization not in (None, "", "None"):
+        raise LookupError(f"the weights are quantised ({quantization})")
+    if cache not in ("auto", *_EXACT):
+        raise LookupError(f"the KV cache is quantised ({cache})")
+    name = _SHORT.get(name, name)
+    return name if name in _EXACT else ""

@@ -25,24 +25,25 @@ class ScorerError(Exception):
 
 
 class TransformersScorer:
-    """Scores token histories by teacher forcing, in float32 on the CPU.
+    """Scores token histories by teacher forcing, on the CPU; in float32 if no other ``dtype`` is named.
 
     ``model_dir`` is a folder with weights and ``python`` an interpreter that has torch and transformers (SGLang
     and vLLM bring both). Starting it imports torch and loads the model, seconds for a tiny one. One request at
-    a time; not for several threads at once. A draft model changes nothing in what is scored.
+    a time; not for several threads at once. A draft model changes nothing in what is scored. ``dtype`` "auto"
+    is that of the weights; the attribute says which it is.
 
     Raises :class:`ScorerError` where transformers is missing or does not know the model, in the constructor as
     in :meth:`score`; ``deadline`` (seconds) bounds each wait.
     """
 
-    def __init__(self, model_dir: str, python: str, deadline: float = 300.0) -> None:
+    def __init__(self, model_dir: str, python: str, deadline: float = 300.0, dtype: str = "float32") -> None:
         self.model_dir, self.python, self.deadline = model_dir, python, deadline
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process that writes to it
         # The worker's folder holds modules of ours that must not shadow others on its path.
         env = os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         try:
             self._process = subprocess.Popen(
-                [python, str(_WORKER), model_dir],
+                [python, str(_WORKER), model_dir, dtype],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -52,7 +53,7 @@ class TransformersScorer:
             self._log.close()
             raise ScorerError(
                 f"the transformers scorer cannot start: {python} does not run ({error.strerror}). Name an "
-                "interpreter that has torch and transformers with --kvcheck-python."
+                "interpreter that has torch and transformers with --kvcheck-scorer transformers=PYTHON."
             ) from None
         try:
             hello = self._answer()
@@ -61,6 +62,7 @@ class TransformersScorer:
             raise
         self.model_class: str = hello["model"]
         self.version: str = hello["transformers"]
+        self.dtype: str = hello.get("dtype", dtype)
 
     def score(self, ids: Sequence[int]) -> list[float | None]:
         """The natural log-prob of ``ids[i]`` given ``ids[:i]``; None at 0. As long as ``ids``, at least one."""
@@ -115,7 +117,7 @@ class TransformersScorer:
         if error.startswith(("ModuleNotFoundError", "ImportError")):
             return (
                 f"the transformers scorer cannot run: {where} says {error}. Install torch and transformers "
-                "there, or name another interpreter with --kvcheck-python."
+                "there, or name another interpreter with --kvcheck-scorer transformers=PYTHON."
             )
         if "does not recognize this architecture" in error or "Unrecognized" in error:
             return (

@@ -12,7 +12,7 @@ from pytest_kvcheck.cells import Cell, DeviceName
 from pytest_kvcheck.client.control import Control
 from pytest_kvcheck.engines import sglang_gauges, sglang_logs, sglang_versions, sglang_wire
 from pytest_kvcheck.engines.base import Call, Engine, LaunchInputs, LaunchSpec, ReplyParser, Rules
-from pytest_kvcheck.engines.environment import package_version
+from pytest_kvcheck.engines.environment import package_version, precision_of
 from pytest_kvcheck.observe.logs import LogEvent, LogRule
 from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.trace import GaugeSample
@@ -241,6 +241,9 @@ class SglangEngine(Engine):
             has=frozenset(GAUGES_AND_CHECKS) - lacks.keys(),
             lacks=lacks,
         )
+
+    def precision(self, info: Mapping[str, Any]) -> str:
+        return precision_of(info.get("dtype"), info.get("quantization"), info.get("kv_cache_dtype"))
 
     # --- requests --------------------------------------------------------------------------------
     def open_call(self, op: Operation, session_id: str) -> Call | None:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Scores token histories with transformers: ``python transformers_worker.py MODEL_DIR``.
+"""Scores token histories with transformers: ``python transformers_worker.py MODEL_DIR [DTYPE]``.
 
 Runs by path under any interpreter that has torch and transformers; it imports nothing of pytest_kvcheck. The
-first line on stdout is ``{"model": CLASS, "transformers": VERSION}`` or ``{"error": TEXT}``; then each line
-``{"ids": [...]}`` on stdin is answered by ``{"logprobs": [null, ...]}`` or ``{"error": TEXT}``, until stdin
-ends.
+first line on stdout is ``{"model": CLASS, "transformers": VERSION, "dtype": DTYPE}`` or ``{"error": TEXT}``;
+then each line ``{"ids": [...]}`` on stdin is answered by ``{"logprobs": [null, ...]}`` or ``{"error": TEXT}``,
+until stdin ends.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ ROWS = 256
 """Positions whose log-probs are taken at once, so that a large vocabulary does not double the memory."""
 
 
-def load(model_dir: str) -> Any:
-    """The model in float32 with the plainest attention there is, so that nothing is shared with an engine."""
-    import torch
+def load(model_dir: str, dtype: str) -> Any:
+    """The model with the plainest attention there is, so that nothing is shared with an engine."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        model_dir, dtype=dtype, attn_implementation="eager", local_files_only=True
     )
     return model.eval()
 
@@ -50,8 +49,8 @@ def score(model: Any, ids: list[int]) -> list[float | None]:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1:
-        print("usage: python transformers_worker.py MODEL_DIR", file=sys.stderr)
+    if len(argv) not in (1, 2):
+        print("usage: python transformers_worker.py MODEL_DIR [DTYPE]", file=sys.stderr)
         return 2
     # Libraries that print must not break the protocol: it keeps the real stdout for itself.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -67,11 +66,12 @@ def main(argv: list[str]) -> int:
     try:
         import transformers
 
-        model = load(argv[0])
+        model = load(argv[0], argv[1] if len(argv) > 1 else "float32")
     except Exception as error:  # whatever it is, the other side tells its user
         answer({"error": f"{type(error).__name__}: {error}"})
         return 1
-    answer({"model": type(model).__name__, "transformers": transformers.__version__})
+    dtype = str(model.dtype).removeprefix("torch.")
+    answer({"model": type(model).__name__, "transformers": transformers.__version__, "dtype": dtype})
     for line in sys.stdin:
         try:
             answer({"logprobs": score(model, json.loads(line)["ids"])})

@@ -14,7 +14,7 @@ from pytest_kvcheck.cells import Cell, DeviceName
 from pytest_kvcheck.client.control import Control
 from pytest_kvcheck.engines import vllm_events, vllm_gauges, vllm_launch, vllm_versions, vllm_wire
 from pytest_kvcheck.engines.base import Call, Engine, LaunchInputs, LaunchSpec, ReplyParser, Rules
-from pytest_kvcheck.engines.environment import package_version
+from pytest_kvcheck.engines.environment import package_version, precision_of
 from pytest_kvcheck.engines.vllm_launch import KvGroups, kv_groups
 from pytest_kvcheck.observe.blocks import StoredBlock
 from pytest_kvcheck.observe.logs import LogEvent, LogRule
@@ -148,6 +148,13 @@ class VllmEngine(Engine):
             has=frozenset(vllm_versions.golden_gauges(self.version)),
             lacks=vllm_versions.lacks(cell, self.version, self._sessions),
         )
+
+    def precision(self, info: Mapping[str, Any]) -> str:
+        model, cache = _config(info, "model_config"), _config(info, "cache_config")
+        return precision_of(model.get("dtype"), model.get("quantization"), cache.get("cache_dtype"))
+
+    def model_of(self, info: Mapping[str, Any]) -> str:
+        return str(_config(info, "model_config").get("model") or "")
 
     # --- requests --------------------------------------------------------------------------------
     def open_call(self, op: Operation, session_id: str) -> Call | None:

@@ -16,6 +16,7 @@ from pytest_kvcheck.oracles.logprobs import judge_logprobs, self_test
 from pytest_kvcheck.oracles.protocol import judge_protocol
 from pytest_kvcheck.oracles.residue import judge_residue
 from pytest_kvcheck.oracles.rows import judge_rows
+from pytest_kvcheck.oracles.scorer import judge_scorer
 from pytest_kvcheck.oracles.session_arithmetic import judge_session_arithmetic
 from pytest_kvcheck.oracles.soak import judge_soak
 
@@ -28,6 +29,7 @@ ORACLES: dict[str, Oracle] = {
     "session_arithmetic": judge_session_arithmetic,
     "logprobs": judge_logprobs,
     "self_test": self_test,
+    "scorer": judge_scorer,
     "liveness": judge_liveness,
     "protocol": judge_protocol,
     "residue": judge_residue,

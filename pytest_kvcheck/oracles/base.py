@@ -64,6 +64,8 @@ class CaseFacts:
     ``records`` holds every phase in the order in which operations ended. ``baseline`` is the account before
     the first operation, ``idle`` the account after everything was closed and *before any flush*;
     ``idle_reached`` whether the server came to rest within its bound (``idle_wait`` seconds were spent).
+    ``scored`` are scorings in float32 by another implementation than the engine, ``rounded`` some of the same
+    in the type that the engine computes in; both are empty without ``--kvcheck-scorer``.
     ``kept``: where memory was missing, the blocks that outlived a pool full of fresh tokens; None: not known.
     """
 
@@ -84,6 +86,8 @@ class CaseFacts:
     engine: str = ""
     engine_version: str = ""
     client_lag: float = 0.0
+    scored: list[OpRecord] = field(default_factory=list)
+    rounded: list[OpRecord] = field(default_factory=list)
     exercised: dict[str, int] = field(default_factory=dict)
 
     def of_phase(self, *phases: Phase) -> Iterator[OpRecord]:

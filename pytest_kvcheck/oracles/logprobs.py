@@ -14,6 +14,7 @@ from pytest_kvcheck.oracles.base import CaseFacts
 from pytest_kvcheck.oracles.common import name_of
 from pytest_kvcheck.oracles.noise import CEILING, EXACT, Floor, Spread
 from pytest_kvcheck.oracles.references import References, compare, deltas, emitted, gaps
+from pytest_kvcheck.oracles.scorer import opinion
 from pytest_kvcheck.oracles.suspicion import Suspect, measure, shifted_by, suspects
 from pytest_kvcheck.trace import OpRecord
 
@@ -123,7 +124,7 @@ def _corrupt(kind: str, group: list[Suspect], floor: Floor, facts: CaseFacts) ->
         )
     else:
         evidence.append("It could not be scored again; it is far beyond anything that numerics explain.")
-    evidence += _plain_twin(worst, facts)
+    evidence += _plain_twin(worst, facts) + opinion(worst, facts)
     if len(group) > 1:
         evidence.append(f"{len(group)} requests are affected: {_names(group)}.")
     return Finding(

@@ -98,13 +98,14 @@ def suspects(facts: CaseFacts) -> list[Suspect]:
         if one.record.phase not in ("workload", "control") or one.record.op.label.startswith("confirm"):
             continue
         scores = references.of(one.ids)
-        suspect = scores and _suspect(one, scores[0], floor, facts)
+        suspect = scores and suspect_of(one, scores[0], floor, facts)
         if suspect:
             found.append(suspect)
     return sorted(found, key=lambda suspect: -suspect.size)
 
 
-def _suspect(one: Emitted, score: OpRecord, floor: Floor, facts: CaseFacts) -> Suspect | None:
+def suspect_of(one: Emitted, score: OpRecord, floor: Floor, facts: CaseFacts) -> Suspect | None:
+    """The request where noise does not explain how far it is from this scoring of its ids, else None."""
     places = compare(one, score)
     spread, gap = Spread.of(deltas(places)), max(gaps(places), default=0.0)
     # Either of the two candidates may have moved by the limit.

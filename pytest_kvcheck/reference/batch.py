@@ -214,6 +214,8 @@ class BatchBuilder:
     def add(self, ids: Tensor, rows: Ints, starts: Ints, tree: Tree) -> None:
         """Requests with equally many new tokens, the first of each at position ``starts``."""
         positions = starts[:, None] + tree.depth
+        if self.memory.faults.on("rope-clamped"):
+            positions = np.minimum(positions, 256)
         places = starts[:, None] + np.arange(tree.offset, tree.offset + len(tree.depth))
         keys = np.arange(int(places.max()) + 1)
         slots = self._tensor(self.table[rows, : len(keys)])
@@ -224,7 +226,8 @@ class BatchBuilder:
             relative = np.arange(1 - self.memory.window, tree.offset + len(tree.depth))
             keys = starts[:, None] + relative
             near = self._tensor(self.memory.swa_slots(self.table[rows[:, None], np.maximum(keys, 0)]))
-            inside = tree.depth[:, None] - tree.depth_of(relative) < self.memory.window
+            reach = self.memory.window - self.memory.faults.on("window-short")
+            inside = tree.depth[:, None] - tree.depth_of(relative) < reach
             seen = tree.sees(np.broadcast_to(relative, keys.shape))
             near_mask = self._mask(seen & inside & (keys >= 0)[:, None])
         segment = Segment(self.tokens, len(rows), len(tree.depth), (slots, near), (mask, near_mask))

@@ -43,11 +43,14 @@ TABLE: tuple[Fault, ...] = (
     Fault("bonus-slot-race", "K02", "V2 does not claim the bonus token before the round, so lengths run short"),
     Fault("bonus-claimed-twice", "K02", "V2 claims the bonus token before the round and when it is resolved"),
     Fault("overshoot-untrimmed", "K02", "a turn keeps what its last round accepted past the turn's end"),
+    Fault("stop-overshoot-kept", "K02", "a turn keeps what was accepted behind the stop id that ended it"),
     Fault("spec-reject-slots-kept", "K01", "V1 forgets the slots of rejected draft tokens, not freeing them"),
     Fault("late-result-after-retract", "K05", "a result is applied to a request that was retracted meanwhile"),
     Fault("partial-page-freed", "K15", "a trim rounds down and frees the page that still holds live tokens"),
     Fault("lent-slot-double-count", "K16", "the checker counts a lent session's KV twice: a false alarm"),
     Fault("swa-cursor-uncapped", "K14", "a session that was rolled back keeps its sliding-window cursor"),
+    Fault("window-short", "K17", "sliding layers see one token less than their window, in every computation"),
+    Fault("rope-clamped", "K17", "positions past 256 get the angle of 256, in every computation"),
     Fault("swa-page-ge-window", "K14", "where a page holds a whole window, pages that it left are never freed"),
 )
 

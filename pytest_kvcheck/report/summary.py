@@ -16,6 +16,7 @@ PROVES = {
     "protocol": "every reply kept to the protocol",
     "logprobs": "log-probs do not depend on caching, chunking, retraction, speculation or aborts",
     "self_test": "the log-prob comparison saw one token that was wrong on purpose",
+    "scorer": "log-probs are those of another implementation on the same weights",
     "soak": "equal batches leave equal memory",
     "rows": "as many requests can run side by side as before",
     "liveness": "every operation ended in time and a fresh request completes",

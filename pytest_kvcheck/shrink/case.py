@@ -19,10 +19,11 @@ FOLDER = "shrunk"
 
 def shrink_case(bench: Bench, case: Case, result: CaseResult, budget: Budget | None = None) -> Minimised | None:
     """Minimise what ``result`` found; ``shrunk/`` beside its trace then holds ``trace.jsonl``, ``repro.py`` and
-    ``issue.md``. None where nothing was found, or where it did not come again.
+    ``issue.md``. None where nothing was found, or where it did not come again; or where only another
+    implementation shows it, which a program that asks the server alone cannot.
     """
     target = worst(result.findings)
-    if target is None or not result.trace:
+    if target is None or target.oracle == "scorer" or not result.trace:
         return None
     return shrink_trace(bench, case, Path(result.trace), budget)
 

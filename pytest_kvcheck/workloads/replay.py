@@ -142,9 +142,7 @@ def replay_plan(
     ``limit`` to score, half of the places go to what was retracted, aborted or followed an abort, and the rest
     is spread evenly over the workload. Give ``start_id`` where it is run more than once for one trace.
     """
-    targets = _targets(records, context_length)
-    if limit is not None and len(targets) > limit:
-        targets = _choose(targets, _troubled(records), limit)
+    targets = histories(records, References(records), limit, context_length)
     chain = _Chain(start_id)
     for one in targets:
         op = one.record.op
@@ -152,9 +150,21 @@ def replay_plan(
     return chain.plan("replay")
 
 
-def _targets(records: Sequence[OpRecord], context_length: int | None) -> list[Emitted]:
-    """The longest sequences that together hold every emitted one and are not scored yet, in order of time."""
-    scored = References(records)
+def histories(
+    records: Sequence[OpRecord],
+    scored: References,
+    limit: int | None = None,
+    context_length: int | None = None,
+) -> list[Emitted]:
+    """The longest sequences that together hold every emitted one and are not in ``scored``, in order of time;
+    at most ``limit`` of them, chosen as :func:`replay_plan` says."""
+    targets = _targets(records, scored, context_length)
+    if limit is not None and len(targets) > limit:
+        targets = _choose(targets, _troubled(records), limit)
+    return targets
+
+
+def _targets(records: Sequence[OpRecord], scored: References, context_length: int | None) -> list[Emitted]:
     longest: ByPrefix[Emitted] = ByPrefix()
     found: list[Emitted] = []
     for one in sorted(emitted(records), key=lambda one: -len(one.ids)):
