@@ -30,13 +30,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return sub
 
     doctor = command("doctor", _doctor, "Say what is here: GPUs, engines, versions, and the oracles of each")
-    doctor.add_argument("--python", action="append", default=[], help="an engine's interpreter to look into")
+    doctor.add_argument(
+        "--python", action="append", default=[], metavar="PATH", help="an engine's interpreter to look into"
+    )
     serve = command("serve", _serve, "Run the reference engine alone (its own flags: kvcheck serve --help)")
     serve.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the reference engine")
-    models = command("models", _models, "Make the synthetic models")
-    models.add_argument("action", choices=("make", "list"))
-    models.add_argument("dir", nargs="?", type=Path, help="where to make them")
-    models.add_argument("--only", action="append", default=[], help="make only this one")
+    models = command("models", _models, "Make the synthetic models, or list them")
+    actions = models.add_subparsers(dest="action", metavar="ACTION", required=True)
+    make = "Make the models in a folder, as safetensors in Hugging Face layout; one that is there stays"
+    made = actions.add_parser("make", help=make, description=make)
+    made.add_argument("dir", type=Path, metavar="DIR", help="where to make them, each in a folder of its name")
+    made.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="make only this one; may be repeated"
+    )
+    listed = "Print the names of the models that can be made"
+    actions.add_parser("list", help=listed, description=listed)
     faults = command(
         "faults", _faults, "List the faults of the reference engine, or measure how they are found"
     )
@@ -72,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     shrink.add_argument("--seconds", type=float, default=900.0, help="most seconds (default: 900)")
     for each in (replay, shrink):
         each.add_argument("trace", type=Path, help="a trace.jsonl, or the folder that holds it")
-        each.add_argument("--url", help="attach to this running server instead of starting one")
-        each.add_argument("--python", help="interpreter of the engine's own environment")
+        each.add_argument("--url", metavar="URL", help="attach to this running server instead of starting one")
+        each.add_argument("--python", metavar="PATH", help="interpreter of the engine's own environment")
         each.add_argument("--device", choices=("cpu", "cuda"), help="instead of the trace's own")
         each.add_argument("--model", help="instead of the trace's own: a folder or a hub id")
         each.add_argument("--artifacts", type=Path, default=Path(".kvcheck"), help="where logs go")
@@ -86,11 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_arguments(compare)
     command("schema", _schema, "Print the JSON Schema of a matrix, for editors")
     report = command("report", _report, "Write the HTML report of an artifacts folder")
-    report.add_argument("dir", type=Path)
-    report.add_argument("--output", type=Path, default=Path("kvcheck.html"))
+    report.add_argument("dir", type=Path, metavar="DIR", help="an artifacts folder, or a --kvcheck-json file")
+    report.add_argument("--output", type=Path, default=Path("kvcheck.html"), help="default: kvcheck.html")
     merge = command("merge", _merge, "Merge the results of several artifacts folders into one JSON")
-    merge.add_argument("dirs", nargs="+", type=Path)
-    merge.add_argument("--output", type=Path, default=Path("kvcheck.json"))
+    merge.add_argument(
+        "dirs", nargs="+", type=Path, metavar="DIR", help="artifacts folders, or --kvcheck-json files"
+    )
+    merge.add_argument("--output", type=Path, default=Path("kvcheck.json"), help="default: kvcheck.json")
 
     if arguments[:1] == ["serve"]:  # argparse would take --help and unknown flags for itself
         return _serve(argparse.Namespace(flags=arguments[1:]))
@@ -98,7 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = chosen.run
     try:
         return run(chosen)
-    except (LookupError, OSError, ValueError) as error:
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"kvcheck {chosen.command}: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
+    except (LookupError, ValueError) as error:
         print(f"kvcheck {chosen.command}: {error}", file=sys.stderr)
         return 2
 
@@ -156,14 +170,12 @@ def _models(chosen: argparse.Namespace) -> int:
     if chosen.action == "list":
         print("\n".join(sorted(recipes)))
         return 0
-    if chosen.dir is None:
-        raise ValueError("models make: expected a folder to make the models in: kvcheck models make DIR")
     unknown = sorted(set(chosen.only) - set(recipes))
     if unknown:
-        raise ValueError(f"--only: expected one of {', '.join(sorted(recipes))}, found {unknown[0]!r}")
+        raise ValueError(f"make --only: expected one of {', '.join(sorted(recipes))}, found {unknown[0]!r}")
     if importlib.util.find_spec("torch") is None:
         raise LookupError(
-            f"models make: expected torch and safetensors in {sys.executable}, found no torch. Next: "
+            f"make: expected torch and safetensors in {sys.executable}, found no torch. Next: "
             "pip install 'pytest-kvcheck[reference]'"
         )
     for name in chosen.only or sorted(recipes):
@@ -212,8 +224,9 @@ def _merge(chosen: argparse.Namespace) -> int:
 def _doctor(chosen: argparse.Namespace) -> int:
     from pytest_kvcheck.doctor import describe
 
-    print(describe([sys.executable, *chosen.python]))
-    return 0
+    text, found = describe([sys.executable, *chosen.python])
+    print(text)
+    return 0 if found else 2
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +14,11 @@ from pathlib import Path
 from pytest_kvcheck.cells import Case
 from pytest_kvcheck.judge import Bench
 from pytest_kvcheck.launch.errors import LaunchError
+from pytest_kvcheck.report.summary import duration
 from pytest_kvcheck.settings import Settings
 from pytest_kvcheck.shrink.case import FOLDER, shrink_trace
-from pytest_kvcheck.shrink.emit import REPRO
-from pytest_kvcheck.shrink.minimise import Budget
+from pytest_kvcheck.shrink.emit import ISSUE, REPRO
+from pytest_kvcheck.shrink.minimise import Budget, Minimised
 from pytest_kvcheck.shrink.recorded import Recorded, recorded
 from pytest_kvcheck.shrink.replay import case_of, replay
 
@@ -35,7 +38,8 @@ def replay_command(chosen: argparse.Namespace) -> int:
         except LaunchError as error:
             print(f"kvcheck replay: {error}", file=sys.stderr)
             return NO_RUN
-    print(verdict.text)
+    print(f"result: {verdict.text}")
+    print(f"trace of the last run: {shown(bench.settings.artifacts / 'replay' / 'trace.jsonl')}")
     return verdict.status
 
 
@@ -52,19 +56,44 @@ def shrink_command(chosen: argparse.Namespace) -> int:
             print(f"kvcheck shrink: {error}", file=sys.stderr)
             return NO_RUN
     if made is None:
-        print("the failure did not come again; run it more often: kvcheck replay --times 20")
+        print("result: not minimised, the failure did not come again")
+        print(f"next: run it more often: kvcheck replay --times 20 {shlex.quote(str(chosen.trace))}")
         return 1
-    spent = ", the budget ended the search" if made.exhausted else ""
-    print(f"{made.operations_before} -> {made.operations} operations in {made.probes} probes{spent}")
-    print(f"before: {made.first}; minimised: {made.last}")
-    print(made.finding.paragraph())
-    print(_trace(chosen).parent / FOLDER / REPRO)
+    print(told(made, _trace(chosen).parent / FOLDER))
     return 0
+
+
+def told(made: Minimised, folder: Path) -> str:
+    """What became of a search, for a person: how small, how often it fails, what it is, where its files lie."""
+    one = "operation is" if made.operations == 1 else "operations are"
+    spent = "; the budget ended the search, a longer one may find less" if made.exhausted else ""
+    return "\n".join(
+        [
+            f"result: {made.operations} of {made.operations_before} {one} left after {made.probes} probes in "
+            f"{duration(made.seconds)}{spent}",
+            f"the whole plan failed in {made.first}; what is left in {made.last}",
+            made.finding.paragraph(),
+            f"program: {shown(folder / REPRO)}",
+            f"issue:   {shown(folder / ISSUE)}",
+            f"trace:   {shown(folder / 'trace.jsonl')}",
+        ]
+    )
+
+
+def shown(path: Path) -> str:
+    """A path as it can be typed where the command was."""
+    return os.path.relpath(path) if path.resolve().is_relative_to(Path.cwd()) else str(path)
 
 
 def _trace(chosen: argparse.Namespace) -> Path:
     path: Path = chosen.trace
-    return path / "trace.jsonl" if path.is_dir() else path
+    path = path / "trace.jsonl" if path.is_dir() else path
+    if not path.is_file():
+        raise LookupError(
+            f"expected a trace.jsonl or the folder that holds one, found none at {path}; each failed case "
+            "names its own behind `trace:`"
+        )
+    return path
 
 
 def _recorded(chosen: argparse.Namespace) -> tuple[Recorded, Case]:
