@@ -287,7 +287,7 @@ class Bench:
                 gpus=self.settings.gpus,
                 clock=clock.now,
             )
-            self.progress(f"{named(cell.engine, engine.version)} is ready, {time.monotonic() - began:.1f} s")
+            self.progress(f"{named(cell.engine, engine.version)} ready after {time.monotonic() - began:.1f} s")
         unfit = ""
         if server.attached:
             cell = engine.adopt(cell, server.info)

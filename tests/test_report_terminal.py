@@ -56,7 +56,8 @@ def test_what_stands_above_is_not_told_again() -> None:
     one = result("b", "x", "leak", findings=[leak()])
     text = render([*broken, one], 80, unicode=False, told=True)
     assert "expected a port" not in text
-    assert "ERROR matrices/llama.yaml::a::y (told above)" in text
+    assert "ERROR matrices/llama.yaml::a::x and 1 more: told above\n" in text
+    assert "\n\n\n" not in text
     assert "  - 2 of 3 cases failed to run" in text
     assert "LEAK K07 [conservation] after every session was closed" in text
     assert "Owner:" not in text
@@ -80,6 +81,16 @@ def test_every_width_holds_every_case(width: int, unicode: bool) -> None:
     assert re.search(r"MISM", table)
     for name in WORKLOADS:
         assert name in table.replace("-\n", "-") or width == 132, "a header or the legend names every workload"
+
+
+def test_a_narrow_terminal_keeps_the_names_of_cells_readable() -> None:
+    results = [result("baseline", f"w-{at}", "error", reason="x") for at in range(10)]
+    results[3] = result("baseline", "w-3", "skipped", reason="x")
+    text = render(results, 60, unicode=False)
+    assert re.search(r"^baseline[ |]+xE[ |]+xE[ |]+xE[ |]+-[ |]+xE", text, re.MULTILINE), text
+    assert "E error" in text
+    wide = render(results, 132, unicode=False)
+    assert re.search(r"^baseline .*x ERROR", wide, re.MULTILINE), wide
 
 
 def test_ascii_has_only_ascii_and_no_colour_means_no_escapes() -> None:

@@ -6,6 +6,7 @@ import io
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -41,6 +42,8 @@ _BAD_SYMBOL = ("\u2717", "x")
 # For tables that are wider than the terminal.
 _SHORT = {"MISMATCH": "MISM", "RESIDUE": "RESID", "UNEXERCISED": "UNEX", "INCONCLUSIVE": "INCON"}
 _MANY_CASES = 6
+# A cell's name is broken over lines rather than below this many columns.
+_LEAST_LABEL = 16
 
 
 def _unicode_terminal() -> bool:
@@ -95,17 +98,23 @@ class _Page:
         return lines if self.unicode else lines.encode("ascii", "backslashreplace").decode()
 
 
-def _mark(entry: Entry, unicode: bool, short: bool) -> Text:
+Form = Literal["words", "short", "letters"]
+
+
+def _mark(entry: Entry, unicode: bool, form: Form) -> Text:
     result = entry.gravest
     word = WORDS[result.outcome]
     symbol = _SYMBOLS.get(result.outcome, _BAD_SYMBOL)[0 if unicode else 1]
-    shown = symbol + _SHORT.get(word, word) if short else f"{symbol} {word}"
+    shown = f"{symbol} {word}" if form == "words" else symbol + _SHORT.get(word, word)
+    if form == "letters":
+        shown = symbol if word in ("ok", "skip") else symbol + word[0]
     style = "yellow" if result.expected else _STYLES.get(result.outcome, "bold red")
     known = "*" if result.expected else ""
     return Text(shown + known + (f" {entry.count}" if entry.count else ""), style=style)
 
 
-def _table(summary: Summary, page: _Page, headers: Sequence[str], short: bool) -> Table:
+def _table(summary: Summary, page: _Page, headers: Sequence[str], form: Form) -> Table:
+    short = form != "words"
     lines = box.SIMPLE_HEAD if page.unicode else box.ASCII2
     table = Table(box=lines, pad_edge=False, padding=(0, 1, 0, 0) if short else (0, 1), show_edge=False)
     table.add_column("cell", overflow="fold")
@@ -113,25 +122,42 @@ def _table(summary: Summary, page: _Page, headers: Sequence[str], short: bool) -
         table.add_column(header, no_wrap=short)
     for row in summary.rows:
         entries = (row.entries.get(name) for name in summary.workloads)
-        marks = [_mark(entry, page.unicode, short) if entry else Text("") for entry in entries]
+        marks = [_mark(entry, page.unicode, form) if entry else Text("") for entry in entries]
         table.add_row(Text(clean(row.label)), *marks)
     return table
 
 
 def _print_table(summary: Summary, page: _Page) -> None:
-    """The widest form that fits: names as they are, names over several lines, or numbers with a legend."""
+    """The widest form that fits: names as they are, names over several lines, or numbers with a legend; in
+    those, words cut short, or single letters.
+    """
     names = summary.workloads
     stacked = [name.replace("-", "-\n") for name in names]
     for headers in (names, stacked):
-        table = _table(summary, page, headers, short=False)
+        table = _table(summary, page, headers, "words")
         if page.console.measure(table).maximum <= page.width and _unconstrained(table, page):
             page.console.print(table)
             return
-    page.console.print(_table(summary, page, [str(at) for at in range(1, len(names) + 1)], short=True))
+    found = {WORDS[outcome] for outcome in summary.counts if outcome not in ("passed", "skipped")}
+    numbers = [str(at) for at in range(1, len(names) + 1)]
+    form: Form = "short"
+    longest = max(len(row.label) for row in summary.rows)
+    if page.width - _marks_width(summary, page, len(numbers)) < min(longest, _LEAST_LABEL):
+        form = "letters"
+    page.console.print(_table(summary, page, numbers, form))
     page.items(f"{at} {name}" for at, name in enumerate(names, start=1))
-    found = {WORDS[outcome] for outcome in summary.counts}
-    if legend := [f"{short} {word.lower()}" for word, short in _SHORT.items() if word in found]:
+    cut = _SHORT if form == "short" else {word: word[0] for word in WORDS.values()}
+    if legend := [f"{short} {word.lower()}" for word, short in cut.items() if word in found]:
         page.items(legend)
+
+
+def _marks_width(summary: Summary, page: _Page, columns: int) -> int:
+    """Columns of the terminal that the short marks take, each set off by two."""
+    widest = [
+        max(len(_mark(row.entries[name], page.unicode, "short")) for row in summary.rows if name in row.entries)
+        for name in summary.workloads
+    ]
+    return sum(widest) + 2 * columns
 
 
 def _unconstrained(table: Table, page: _Page) -> bool:
@@ -163,14 +189,16 @@ def _print_fault(fault: Seen, page: _Page, told: bool) -> None:
 
 
 def _print_errors(results: Iterable[CaseResult], page: _Page, told: bool) -> None:
-    for result in results:
-        if result.outcome == "error":
-            page.line(f"ERROR {result.id}" + (" (told above)" if told else ""), "bold")
-            for line in () if told else result.reason.splitlines() or ["no reason was given"]:
-                page.line(line, indent="  ")
-            if not told:
-                page.line()
-    if told:
+    errors = [result for result in results if result.outcome == "error"]
+    if told and errors:
+        more = f" and {len(errors) - 1} more" if len(errors) > 1 else ""
+        page.line(f"ERROR {errors[0].id}{more}: told above", "bold")
+        page.line()
+        return
+    for result in errors:
+        page.line(f"ERROR {result.id}", "bold")
+        for line in result.reason.splitlines() or ["no reason was given"]:
+            page.line(line, indent="  ")
         page.line()
 
 
