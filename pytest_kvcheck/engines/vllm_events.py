@@ -99,8 +99,11 @@ class Listener:
     def _read(self) -> None:
         while not self._over.is_set():
             if self._socket.poll(POLL_MS):
-                _, number, payload = self._socket.recv_multipart()
-                self.events.take(int.from_bytes(number, "big"), payload)
+                frames = self._socket.recv_multipart()
+                if len(frames) == 3:  # topic, number, batch
+                    self.events.take(int.from_bytes(frames[1], "big"), frames[2])
+                else:
+                    self.events.complete = False
                 self._last = time.monotonic()
 
     def blocks(self) -> dict[Hashable, StoredBlock] | None:
