@@ -35,7 +35,8 @@ class SessionLedger:
 
     def apply(self, record: OpRecord) -> None:
         """Account for one ended operation of this session."""
-        if record.op.kind == "close":
+        # A close that was never sent, because the server was stuck, or that failed, closed nothing.
+        if record.op.kind == "close" and record.reply.finish == "stop":
             self.open = False
         if record.op.kind != "turn":
             return
