@@ -32,7 +32,9 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``label`` is what reports call it (``round 2 turn 3``). ``deadline`` is in seconds from its start.
     ``invalid`` names a defect to send on purpose (``"offset"``: a session parameter that streaming sessions
-    must refuse; ``"over-length"`` needs no field, its input is simply too long).
+    must refuse; ``"overlap"``: a turn sent while its session's ``target`` runs; ``"over-length"`` needs no
+    field, its input is simply too long). ``stop_ids``: tokens that end the request where they are sampled.
+    ``samples``: so many answers to one prompt, of a plain request that is not streamed.
     """
 
     id: int
@@ -47,6 +49,8 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     when_tokens: int = 0
     expect: Expect = "finish"
     invalid: str | None = None
+    stop_ids: tuple[int, ...] = ()
+    samples: int = 1
     seconds: float = 0.0
     timeout: float | None = None
     deadline: float = 120.0

@@ -64,8 +64,8 @@ class Process:
     def post(self, path: str, **body: Any) -> requests.Response:
         return requests.post(self.url + path, json=body, timeout=DEADLINE)
 
-    def generate(self, ids: list[int], max_new: int = 4, **more: Any) -> requests.Response:
-        params = {"temperature": 0, "max_new_tokens": max_new, "ignore_eos": True}
+    def generate(self, ids: list[int], max_new: int = 4, n: int = 1, **more: Any) -> requests.Response:
+        params = {"temperature": 0, "max_new_tokens": max_new, "ignore_eos": True, "n": n}
         return self.post("/generate", input_ids=ids, sampling_params=params, **more)
 
     def open(self, **more: Any) -> str:
@@ -155,7 +155,8 @@ def test_refusals(server: Process) -> None:
         (server.generate([VOCAB]), f"not in [0, {VOCAB})"),
         (server.generate([]), "non-empty list"),
         (server.post("/generate", input_ids=[1], sampling_params={"max_new_tokens": "x"}), "invalid literal"),
-        (server.post("/generate", input_ids=[1], sampling_params={"n": 2}), "expected 1"),
+        (server.post("/generate", input_ids=[1], sampling_params={"n": 0}), "expected 1"),
+        (server.generate([1], n=2, session_params={"id": session}), "expected 1, or more for a request without"),
     ]
     for reply, text in cases:
         assert reply.status_code == 400

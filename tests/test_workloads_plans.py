@@ -36,6 +36,8 @@ EXERCISES = {
     "close_in_flight",
     "cached_turn",
     "speculation",
+    "stopped",
+    "parallel_samples",
 }
 CELLS: dict[str, dict[str, Any]] = {
     "baseline": {},
@@ -190,7 +192,8 @@ def test_a_scale_changes_rounds_and_nothing_else(name: str) -> None:
         key: value for key, value in least.params.items() if key != "rounds"
     }
     assert least.params.get("rounds", 1) == 1
-    assert least.must_exercise == whole.must_exercise
+    # What a shorter fuzz draws may hold nothing that must be refused.
+    assert least.must_exercise == whole.must_exercise or name == "fuzz"
     assert len(least.operations) <= len(whole.operations)
 
 

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace as changed
 
 from pytest_kvcheck.engines.base import Call
+from pytest_kvcheck.engines.samples import joined
 from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.trace import Finish, Reply
 
@@ -38,12 +40,17 @@ def request_call(op: Operation, rid: str, session_id: str | None, history: Seque
     ids = list(op.input_ids)
     if op.kind == "turn" and session_id is None:
         ids = [*history, *ids]
-    body: dict[str, Any] = {
-        "input_ids": ids,
-        "rid": rid,
-        "stream": op.stream,
-        "sampling_params": {"temperature": 0, "max_new_tokens": op.max_new_tokens, "ignore_eos": True},
+    # SGLang passes over stop ids where it is to ignore the end-of-sequence token.
+    params: dict[str, Any] = {
+        "temperature": 0,
+        "max_new_tokens": op.max_new_tokens,
+        "ignore_eos": not op.stop_ids,
     }
+    if op.stop_ids:
+        params["stop_token_ids"] = list(op.stop_ids)
+    if op.samples > 1:
+        params["n"] = op.samples
+    body: dict[str, Any] = {"input_ids": ids, "rid": rid, "stream": op.stream, "sampling_params": params}
     if wants_logprobs(op):
         body["return_logprob"] = True
         if wants_input_logprobs(op):
@@ -75,6 +82,8 @@ class SglangParser:
 
     def __init__(self, op: Operation, server_sessions: bool = True, incremental: bool = False) -> None:
         self._op = op
+        self._sessions = server_sessions
+        self._samples: list[SglangParser] = []
         self._whole_prompt = op.kind != "turn" or not server_sessions
         self._incremental = incremental
         self._reply = Reply()
@@ -101,14 +110,20 @@ class SglangParser:
             return
         self._reply.events += 1
         event = _decode(data)
-        if not isinstance(event, dict):
+        if self._op.samples > 1 and isinstance(event, list):
+            self._take_samples(event)
+        elif not isinstance(event, dict):
             self._fault("json", f"expected a JSON object, found {data[:120]!r}")
         elif "error" in event or "detail" in event:
             self._take_error(event)
+        elif self._op.samples > 1:
+            self._take_samples([event])
         else:
             self._take_tokens(event)
 
     def finish(self, http_status: int | None, error: str = "", complete: bool = True) -> Reply:
+        if self._samples:
+            return joined(self._op, [sample.finish(http_status, error, complete) for sample in self._samples])
         reply = self._reply
         reply.http_status = http_status
         reason = self._meta.get("finish_reason")
@@ -142,6 +157,11 @@ class SglangParser:
         return reply
 
     # --- events ----------------------------------------------------------------------------------
+    def _take_samples(self, answers: list[Any]) -> None:
+        for answer in answers:
+            self._samples.append(SglangParser(changed(self._op, samples=1), self._sessions))
+            self._samples[-1].feed(msgspec.json.encode(answer))
+
     def _take_error(self, event: dict[str, Any]) -> None:
         error = event.get("error", event.get("detail"))
         message, code = error, event.get("code")

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace as changed
 
 from pytest_kvcheck.engines.base import Call
+from pytest_kvcheck.engines.samples import joined
 from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.trace import Finish, Reply
 
@@ -44,6 +46,10 @@ def request_call(op: Operation, rid: str, history: Sequence[int], named: bool = 
     }
     if named:
         body["session_id"] = rid
+    if op.stop_ids:
+        body["stop_token_ids"] = list(op.stop_ids)
+    if op.samples > 1:
+        body["n"] = op.samples
     if op.stream:
         body["stream_options"] = {"include_usage": True}
     if op.kind == "score" or op.logprobs != "none":
@@ -64,6 +70,8 @@ def session_call(op: Operation, rid: str, session_id: str) -> Call:
         "max_tokens": op.max_new_tokens,
         "logprobs": None if op.logprobs == "none" else 0,
     }
+    if op.stop_ids:
+        body["stop_token_ids"] = list(op.stop_ids)
     if op.invalid is not None:
         body["invalid"] = op.invalid
     return Call("POST", "/kvcheck/turn", body)
@@ -86,7 +94,8 @@ class CompletionParser:
     """
 
     def __init__(self, op: Operation, history: int, echo: bool = True) -> None:
-        self._op = op
+        self._op, self._history = op, history
+        self._samples: list[CompletionParser] = []
         self._echo = echo and wants_input_logprobs(op)
         self._sent = (history if op.kind == "turn" else 0) + len(op.input_ids)
         self._reply = Reply()
@@ -119,10 +128,16 @@ class CompletionParser:
                 self._fault("json", f"expected a JSON object, found {data[:120]!r}")
             elif "error" in event or event.get("object") == "error":
                 self._take_error(event)
+            elif self._op.samples > 1 and isinstance(event.get("choices"), list):
+                self._take_samples(event)
             else:
                 self._take(event)
 
     def finish(self, http_status: int | None, error: str = "", complete: bool = True) -> Reply:
+        if self._samples:
+            replies = [sample.finish(http_status, error, complete) for sample in self._samples]
+            self._check_sum(replies)
+            return joined(self._op, replies)
         reply = self._reply
         reply.http_status = http_status
         answered = http_status is not None and 200 <= http_status < 300
@@ -186,6 +201,21 @@ class CompletionParser:
         if isinstance(logprobs, dict):
             self._logprobs += _list(logprobs.get("token_logprobs"))
             self._tops += _list(logprobs.get("top_logprobs"))
+
+    def _take_samples(self, event: dict[str, Any]) -> None:
+        """Each choice as a completion of its own; the count of output tokens is that of all together."""
+        self._usage = event["usage"] if isinstance(event.get("usage"), dict) else {}
+        usage = {name: value for name, value in self._usage.items() if name != "completion_tokens"}
+        for choice in event["choices"]:
+            self._samples.append(CompletionParser(changed(self._op, samples=1), self._history, self._echo))
+            self._samples[-1]._take({"choices": [choice], "usage": usage})
+
+    def _check_sum(self, replies: list[Reply]) -> None:
+        told, shown = self._usage.get("completion_tokens"), sum(len(reply.output_ids) for reply in replies)
+        if told != shown:
+            replies[0].faults.append(f"completion_tokens is {told}, the token_ids of all choices {shown}")
+        for reply in replies:
+            reply.completion_tokens = len(reply.output_ids)
 
     def _take_metrics(self, metrics: dict[str, Any]) -> None:
         spec = metrics.get("speculative_decoding")

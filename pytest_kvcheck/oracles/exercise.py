@@ -179,6 +179,14 @@ COUNTERS: dict[str, tuple[Callable[[CaseFacts], int], str]] = {
         lambda facts: sum(r.op.kind == "generate" and bool(r.reply.cached_tokens) for r in _asked(facts)),
         "send the same prompt twice, longer than a page",
     ),
+    "stopped": (
+        lambda facts: sum(r.reply.finish == "stop" and bool(r.op.stop_ids) for r in _asked(facts)),
+        "give stop ids that the model samples before the request's length",
+    ),
+    "parallel_samples": (
+        lambda facts: sum(bool(r.reply.samples) for r in _asked(facts)),
+        "ask for several samples of a plain request that is not streamed",
+    ),
     "speculation": (_speculation, "use a draft model whose guesses are accepted sometimes"),
     "concurrency": (
         lambda facts: max((len(overlapping(r, _asked(facts))) for r in _asked(facts)), default=0),

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from msgspec.structs import replace
+
 from pytest_kvcheck.ledger import SessionLedger
 from pytest_kvcheck.trace import OpRecord
 
@@ -49,7 +51,8 @@ class Place:
 
 
 def emitted(records: Iterable[OpRecord]) -> Iterator[Emitted]:
-    """Every turn and plain request that showed tokens, with the ids that the client knows stood before them.
+    """Every turn and plain request that showed tokens, with the ids that the client knows stood before them;
+    each answer of a request that got several, as a record of its own.
 
     Turns whose history the client cannot know are left out: after a mismatch of ``prompt_tokens`` (the session
     arithmetic's finding), or after a turn that the server may have finished behind a closed socket.
@@ -58,8 +61,10 @@ def emitted(records: Iterable[OpRecord]) -> Iterator[Emitted]:
     for record in records:
         op = record.op
         if op.kind == "generate":
-            if record.reply.output_ids:
-                yield Emitted(record, 0, op.input_ids, tuple(record.reply.output_ids))
+            for reply in (record.reply, *record.reply.samples):
+                if reply.output_ids:
+                    one = record if reply is record.reply else replace(record, reply=reply)
+                    yield Emitted(one, 0, op.input_ids, tuple(reply.output_ids))
         elif op.session is not None:
             ledger = ledgers.setdefault(op.session, SessionLedger(op.session))
             prompt = (*ledger.history, *op.input_ids)

@@ -79,8 +79,9 @@ def _judge_session(facts: CaseFacts, turns: list[OpRecord]) -> list[Wrong]:
         if reply.finish not in FINISHED:
             wrong += _refused(facts, turn, turns)
             if reply.finish in ("disconnected", "timeout"):
-                whole = len(turn.op.input_ids) + turn.op.max_new_tokens
-                legal |= {length + whole for length in legal}
+                most = turn.op.max_new_tokens
+                outputs = range(1, most + 1) if turn.op.stop_ids else (most,)
+                legal |= {length + len(turn.op.input_ids) + out for length in legal for out in outputs}
             undone.append(turn)
             continue
         if reply.prompt_tokens is not None:
@@ -189,7 +190,7 @@ def _pressure(facts: CaseFacts) -> bool:
     gauges = facts.idle.pools if facts.idle is not None else []
     total = min([gauge.total for gauge in gauges if gauge.total] or [facts.cell.features.pool_tokens or 0])
     asked = sum(
-        -(-(r.history + len(r.op.input_ids) + r.op.max_new_tokens) // page) * page
+        -(-(r.history + len(r.op.input_ids) + r.op.max_new_tokens) // page) * page * r.op.samples
         for r in requests(facts.of_phase("workload"))
     )
     return 0 < total < asked / 0.9
@@ -239,6 +240,12 @@ def _judge_reply(facts: CaseFacts, record: OpRecord) -> list[Wrong]:
     if op.kind != "score" and (out > wanted or early):
         text = f"finished as {reply.finish} with {some(out, 'token')}, {wanted} were asked for"
         wrong.append(Wrong(record, "K19", text, ("K02",)))
+    for each in (reply, *reply.samples):
+        past = [at for at, token in enumerate(each.output_ids[:-1], start=1) if token in op.stop_ids]
+        if past:
+            text = f"went on for {some(len(each.output_ids) - past[0], 'token')} past its stop id "
+            text += f"{each.output_ids[past[0] - 1]}, and finished as {each.finish}"
+            wrong.append(Wrong(record, "K19", text, ("K02",)))
     cached = reply.cached_tokens
     if cached is not None and prompt is not None and cached > prompt + (out if reply.retractions else 0):
         wrong.append(Wrong(record, "K19", f"cached_tokens is {cached} of a prompt of {prompt}", ("K02",)))

@@ -125,8 +125,11 @@ class KVCache:
         assert holding is not None
         history = request.prompt + request.output
         if request.session is not None:
+            kept = len(history)
+            if self.faults.on("stop-overshoot-kept") and request.finish and request.finish["type"] == "stop":
+                kept = max(kept, holding.committed)
             if not self.faults.on("overshoot-untrimmed"):
-                self.memory.cut(holding, len(history))
+                self.memory.cut(holding, kept)
             request.session.tokens = history
             request.session.holding = holding
         else:

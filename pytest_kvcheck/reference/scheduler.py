@@ -148,8 +148,8 @@ class Scheduler:
         return len(found)
 
     def abort_one(self, request: Request) -> None:
-        """Abort one request if it has not ended: its client went away."""
-        if request.finish is None:
+        """Abort one request if it was queued and has not ended: its client went away."""
+        if request.finish is None and request in self.plan.live():
             self._abort(request, "Aborted")
 
     def open_session(self, session_id: str | None, timeout: float | None) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +21,8 @@ from .sessions import SessionError
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Any]
+# How many tokens of a request are to be told, and how it ended (None: it goes on).
+Updates = asyncio.Queue[tuple[int, dict[str, Any] | None]]
 # Without progress for so many seconds, /health says 503.
 HEALTH_TIMEOUT = 20.0
 GENERATE_DEFAULT = 128
@@ -30,7 +33,7 @@ class Server:
 
     def __init__(self, options: Options, arguments: Mapping[str, Any], version: str) -> None:
         self.arguments, self.version = arguments, version
-        self.streams: dict[Request, asyncio.Queue[tuple[int, dict[str, Any] | None]]] = {}
+        self.streams: dict[Request, Updates] = {}
         self.engine: Engine = build(options, self._tell)
         self.scheduler = self.engine.scheduler
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -79,7 +82,8 @@ class Server:
                 stream.put_nowait((shown, finish))
 
     async def _call(self, action: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self.scheduler.call(action))
+        # Shielded: where a client goes away meanwhile, the action is done all the same, and undone in its turn.
+        return await asyncio.shield(asyncio.wrap_future(self.scheduler.call(action)))
 
     # --- generation ------------------------------------------------------------------------------
     async def generate(self, http: web.Request) -> web.StreamResponse:
@@ -87,30 +91,40 @@ class Server:
         streamed = bool(body.get("stream", False))
         try:
             request, session_id = self._parse(body)
-            updates = self.streams.setdefault(request, asyncio.Queue())
-            try:
-                await self._call(lambda: self.scheduler.submit(request, session_id))
-            except Rejected as error:
-                del self.streams[request]
-                return await self._refused(http, request, str(error), streamed)
+            samples = _samples(body)
         except (ValueError, TypeError, AttributeError) as error:  # also of fields that have the wrong type
             return await _error_reply(http, str(error), streamed)
         try:
-            return await (self._stream(http, request, updates) if streamed else self._whole(request, updates))
+            if samples > 1:
+                return _respond(await self._parallel(body, request, samples))
+            async with self._running(request, session_id) as updates:
+                return await (self._stream(http, request, updates) if streamed else _whole(request, updates))
+        except Rejected as error:
+            return await self._refused(http, request, str(error), streamed)
+
+    @contextlib.asynccontextmanager
+    async def _running(self, request: Request, session_id: str | None = None) -> AsyncIterator[Updates]:
+        """Queue a request; where its client goes away it is aborted. Raises :class:`Rejected`."""
+        updates = self.streams.setdefault(request, asyncio.Queue())
+        try:
+            await self._call(lambda: self.scheduler.submit(request, session_id))
+            yield updates
         finally:
             del self.streams[request]
-            if request.finish is None:  # the client went away
-                self.scheduler.call(lambda: self.scheduler.abort_one(request))
+            self.scheduler.call(lambda: self.scheduler.abort_one(request))
 
-    async def _whole(self, request: Request, updates: asyncio.Queue[Any]) -> web.Response:
-        finish = None
-        while finish is None:
-            shown, finish = await updates.get()
-        return _respond(reply_body(request, shown, finish))
+    async def _parallel(self, body: dict[str, Any], first: Request, samples: int) -> list[dict[str, Any]]:
+        """As SGLang: the prompt is prefilled once, for the answers to find it in the cache."""
+        async with self._running(Request(uuid.uuid4().hex, first.prompt, Sampling(0))) as updates:
+            await _ended(updates)
+        async with contextlib.AsyncExitStack() as stack:
+            queues = []
+            for number in range(samples):
+                request, _ = self._parse({**body, "rid": f"{first.rid}_{number}"})
+                queues.append((request, await stack.enter_async_context(self._running(request))))
+            return [reply_body(request, *await _ended(updates)) for request, updates in queues]
 
-    async def _stream(
-        self, http: web.Request, request: Request, updates: asyncio.Queue[Any]
-    ) -> web.StreamResponse:
+    async def _stream(self, http: web.Request, request: Request, updates: Updates) -> web.StreamResponse:
         response = await _open_stream(http)
         finish = None
         while finish is None:
@@ -149,8 +163,6 @@ class Server:
                 f"({self.engine.context} tokens)."
             )
         params = body.get("sampling_params") or {}
-        if params.get("n", 1) != 1:
-            raise ValueError("sampling_params.n: expected 1; this engine gives one answer a request")
         stop = frozenset(params.get("stop_token_ids") or ()) | self.engine.config.eos
         sampling = Sampling(
             max_new=int(params.get("max_new_tokens", GENERATE_DEFAULT)),
@@ -171,7 +183,10 @@ class Server:
         for name in ("offset", "replace", "drop_previous_output"):
             if session.get(name):
                 request.refused = f"Streaming sessions do not support {name}."
-        return request, session.get("id")
+        session_id = session.get("id")
+        if not isinstance(session_id, str | None):
+            raise ValueError(f"session_params.id: expected a string, found {session_id!r}")
+        return request, session_id
 
     # --- sessions and control --------------------------------------------------------------------
     async def open_session(self, http: web.Request) -> web.Response:
@@ -215,16 +230,12 @@ class Server:
     async def health_generate(self, http: web.Request) -> web.Response:
         """Generates one token; 503 where none comes."""
         request = Request("HEALTH_CHECK_" + uuid.uuid4().hex, [0], Sampling(1))
-        updates = self.streams.setdefault(request, asyncio.Queue())
         try:
-            await self._call(lambda: self.scheduler.submit(request))
-            await asyncio.wait_for(self._whole(request, updates), HEALTH_TIMEOUT)
+            async with self._running(request) as updates:
+                await asyncio.wait_for(_ended(updates), HEALTH_TIMEOUT)
             return web.Response()
         except TimeoutError:
-            self.scheduler.call(lambda: self.scheduler.abort_one(request))
             return web.Response(status=503)
-        finally:
-            del self.streams[request]
 
     # --- what the engine tells of itself ---------------------------------------------------------
     async def server_info(self, http: web.Request) -> web.Response:
@@ -239,6 +250,28 @@ class Server:
             return web.Response(status=404)
         reading = await self._call(lambda: gauges.read(self.engine))
         return web.Response(text=gauges.metrics(self.engine, reading))
+
+
+async def _ended(updates: Updates) -> tuple[int, dict[str, Any]]:
+    """How many tokens a request shows in the end, and why it ended."""
+    while True:
+        shown, finish = await updates.get()
+        if finish is not None:
+            return shown, finish
+
+
+async def _whole(request: Request, updates: Updates) -> web.Response:
+    return _respond(reply_body(request, *await _ended(updates)))
+
+
+def _samples(body: dict[str, Any]) -> int:
+    """How many answers are wanted. Raises ``ValueError`` where they cannot be given."""
+    samples = int((body.get("sampling_params") or {}).get("n", 1))
+    if samples < 1 or (samples > 1 and (body.get("stream") or body.get("session_params"))):
+        raise ValueError(
+            f"sampling_params.n: expected 1, or more for a request without stream and session, found {samples}"
+        )
+    return samples
 
 
 def reply_body(request: Request, shown: int, finish: dict[str, Any] | None) -> dict[str, Any]:

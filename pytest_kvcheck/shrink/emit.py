@@ -130,6 +130,7 @@ def repro(
         found="\n".join([_wrapped(f"Expected: {EXPECTED[check]}"), _wrapped(f"Found: {finding.headline}")]),
         lines=writer.lines(),
         uses_ids=writer.uses_ids,
+        samples=any(op.samples > 1 for op in made.plan.operations),
         high=passes.highest_id(made.plan),
         check=check,
         pool=finding.pool,
@@ -175,7 +176,7 @@ class _Writer:
 
     def lines(self) -> list[str]:
         lines = []
-        history: dict[str, int] = {}
+        history: dict[str, tuple[int, int]] = {}
         used = {
             self.names[one] for op in self.plan.operations for one in (*op.after, op.target) if one is not None
         }
@@ -187,7 +188,7 @@ class _Writer:
             lines.append(f"{name} = {call}" if name in used else call)
         return lines
 
-    def _call(self, op: Operation, history: dict[str, int]) -> str:
+    def _call(self, op: Operation, history: dict[str, tuple[int, int]]) -> str:
         after = [f"after=[{', '.join(dict.fromkeys(self.names[one] for one in op.after))}]"] if op.after else []
         on = [f"on={self.names[op.target]}", f"at={op.when_tokens}"] if op.target is not None else []
         match op.kind:
@@ -209,22 +210,41 @@ class _Writer:
                 return _called("Operation", ["lambda op: None", *after, *on])
         return self._request(op, [*after, *on], history)
 
-    def _request(self, op: Operation, order: list[str], history: dict[str, int]) -> str:
+    def _request(self, op: Operation, order: list[str], history: dict[str, tuple[int, int]]) -> str:
         arguments = [self._prompt(op), str(op.max_new_tokens), *order]
         if not op.stream:
             arguments.append("stream=False")
+        if op.stop_ids:
+            arguments.append(f"stop={list(op.stop_ids)}")
+        if op.samples > 1:
+            arguments.append(f"samples={op.samples}")
         if op.id in self.leaving:
             arguments.append(f"leave_at={self.leaving[op.id].when_tokens}")
         if op.kind != "turn" or op.session is None:
             return _called("generate", arguments)
         before = history.get(op.session)
-        if before and self.cached is not None:
-            arguments.append(f"cached={self.cached(before, before + len(op.input_ids))}")
+        if before and (legal := self._legal(before, len(op.input_ids))):
+            arguments.append(f"cached={legal}")
         if op.invalid in REFUSED_PARAMS and not self.vllm:
             arguments.append(f"refuse={ {op.invalid: REFUSED_PARAMS[op.invalid]} }")
         if op.expect == "finish":
-            history[op.session] = (before or 0) + len(op.input_ids) + op.max_new_tokens
+            least, most = before or (0, 0)
+            output = 1 if op.stop_ids else op.max_new_tokens
+            history[op.session] = (
+                least + len(op.input_ids) + output,
+                most + len(op.input_ids) + op.max_new_tokens,
+            )
         return _called("turn", [repr(op.session), *arguments])
+
+    def _legal(self, before: tuple[int, int], new: int) -> tuple[int, int] | None:
+        """Where cached tokens may end, counted from the end of a history of at least and at most so many; None
+        where that depends on how many there are.
+        """
+        if self.cached is None:
+            return None
+        ranges = [(held, *self.cached(held, held + new)) for held in range(before[0], before[1] + 1)]
+        found = {(low - held, high - held) for held, low, high in ranges}
+        return found.pop() if len(found) == 1 else None
 
     def _prompt(self, op: Operation) -> str:
         seeded = op.input_ids == passes.ids(len(op.input_ids), op.id, self.high)

@@ -312,6 +312,13 @@ class _Search:
         self._accept(passes.in_sequence(self.plan), "one after another")
         logprobs = self.target.oracle in ("logprobs", "self_test", "protocol")
         self._accept(passes.plainer(self.plan, keep_logprobs=logprobs), "without log-probs")
+        self._accept(passes.one_sample(self.plan), "one answer to each request")
+        if not self._accept(passes.stopping_at(self.plan, ()), "without stop ids"):
+            whole = self.plan
+            kept = self._ddmin(
+                passes.stop_ids(whole), lambda units: passes.stopping_at(whole, frozenset().union(*units))
+            )
+            self._accept(passes.stopping_at(whole, frozenset().union(*kept)), "fewer stop ids")
 
     def _simplify_cell(self) -> None:
         for name, value in passes.simpler_features(self.cell.features):

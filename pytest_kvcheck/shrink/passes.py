@@ -196,6 +196,25 @@ def plainer(plan: Plan, *, keep_logprobs: bool) -> Plan:
     return with_operations(plan, (changed(op, logprobs="none") for op in plan.operations))
 
 
+def stopping_at(plan: Plan, ids: Iterable[int]) -> Plan:
+    """The plan with no other stop ids than these."""
+    kept = frozenset(ids)
+    return with_operations(
+        plan,
+        (changed(op, stop_ids=tuple(one for one in op.stop_ids if one in kept)) for op in plan.operations),
+    )
+
+
+def stop_ids(plan: Plan) -> list[Unit]:
+    """Every token that some request stops at, by itself."""
+    return [frozenset({one}) for one in sorted({one for op in plan.operations for one in op.stop_ids})]
+
+
+def one_sample(plan: Plan) -> Plan:
+    """One answer to each request."""
+    return with_operations(plan, (changed(op, samples=1) for op in plan.operations))
+
+
 def quick(plan: Plan, deadline: float) -> Plan:
     """No operation may take longer: for servers that hang."""
     return with_operations(plan, (changed(op, deadline=min(op.deadline, deadline)) for op in plan.operations))

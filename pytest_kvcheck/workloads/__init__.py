@@ -15,10 +15,12 @@ from pytest_kvcheck.workloads.lifecycle import LIFECYCLE
 from pytest_kvcheck.workloads.plan import check_plan
 from pytest_kvcheck.workloads.prefixes import PREFIXES
 from pytest_kvcheck.workloads.pressure import PRESSURE
+from pytest_kvcheck.workloads.sampling import SAMPLING
 from pytest_kvcheck.workloads.sessions import SESSIONS
 
 WORKLOADS: Mapping[str, Workload] = {
-    each.name: each for each in (*SESSIONS, *ABORTS, *MORE_ABORTS, *LIFECYCLE, *PRESSURE, *PREFIXES, *FUZZ)
+    each.name: each
+    for each in (*SESSIONS, *ABORTS, *MORE_ABORTS, *LIFECYCLE, *PRESSURE, *PREFIXES, *SAMPLING, *FUZZ)
 }
 
 

@@ -90,7 +90,7 @@ class WorkloadContext:
             before = history.get(op.session, 0)
             if before > self._pages_of_a_hit * self.cell.features.page_size:
                 return True
-            history[op.session] = before + len(op.input_ids) + op.max_new_tokens
+            history[op.session] = before + len(op.input_ids) + (1 if op.stop_ids else op.max_new_tokens)
         return False
 
 

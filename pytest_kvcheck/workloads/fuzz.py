@@ -73,6 +73,7 @@ class _Fuzz:
         self.closed: list[str] = []
         self.prompts: list[tuple[int, ...]] = []
         self.opened = self.plain = 0
+        self.stop_ids = plan.stop_ids()
         self.refuses = False
 
     # --- drawing ---------------------------------------------------------------------------------
@@ -107,6 +108,10 @@ class _Fuzz:
         if self.interval is not None:
             edges += [self.interval * times for times in (1, 2, 3)]
         return min(output, max(0, self.pick(edges) + self.plan.between(-2, 2)))
+
+    def stops(self) -> tuple[int, ...]:
+        """Stop ids for some requests: they end after a few tokens, wherever that is."""
+        return self.stop_ids if self.chance(15) else ()
 
     # --- the plan --------------------------------------------------------------------------------
     def round(self, operations: int) -> None:
@@ -210,11 +215,12 @@ class _Fuzz:
             new = max(new, min(self.context.opening(new), self.share - output))
         mode = MODES[self.plan.between(0, len(MODES) - 1)]
         label = f"{session.name} turn" + (f" {end}" if end else "")
+        stops = self.stops()
         if not end:
-            self.plan.turn(session.name, new, output, logprobs=mode, label=label)
-            session.sure += new + output
+            self.plan.turn(session.name, new, output, logprobs=mode, stop_ids=stops, label=label)
+            session.sure += new + (1 if stops else output)
         else:
-            target = self.plan.turn(session.name, new, output, expect="either", label=label)
+            target = self.plan.turn(session.name, new, output, expect="either", stop_ids=stops, label=label)
             self.stop(target, end, self.when(session.held + new, output), session)
         session.held += new + output
 
@@ -232,13 +238,23 @@ class _Fuzz:
             case _:
                 ids = self.plan.ids(self.prompt(0, output))
         self.prompts = [*self.prompts[-7:], ids]
-        self.plain += 1
+        samples = 2 if not end and self.plain + 2 <= self.plains and self.chance(15) else 1
+        self.plain += samples
         label = f"{how} request" + (f" {end}" if end else "")
+        stops = self.stops()
         if not end:
-            self.plan.generate(ids, output, logprobs="output", label=label)
+            self.plan.generate(
+                ids,
+                output,
+                logprobs="output",
+                stream=samples == 1,
+                samples=samples,
+                stop_ids=stops,
+                label=label,
+            )
             return
         stream = end == "aborted" or self.chance(60)
-        target = self.plan.generate(ids, output, expect="either", stream=stream, label=label)
+        target = self.plan.generate(ids, output, expect="either", stream=stream, stop_ids=stops, label=label)
         # A prompt of several chunks is worth stopping before it shows anything.
         when = 0 if not stream or how == "long" else self.when(len(ids), output)
         self.stop(target, end, when, None)

@@ -12,6 +12,7 @@ from pytest_kvcheck.trace import OpRecord
 
 # Ids below are special tokens in most vocabularies, and models pad their vocabularies at the end.
 SPECIAL_IDS = 10
+MOST_STOP_IDS = 2048
 
 
 class PlanBuilder:
@@ -39,6 +40,12 @@ class PlanBuilder:
         low, high = SPECIAL_IDS, self._vocab_size - SPECIAL_IDS
         return tuple(self._random.randrange(low, high) for _ in range(count))
 
+    def stop_ids(self) -> tuple[int, ...]:
+        """A random quarter of the vocabulary, of a large one as many ids as a request may well carry."""
+        low, high = SPECIAL_IDS, self._vocab_size - SPECIAL_IDS
+        count = max(1, min((high - low) // 4, MOST_STOP_IDS))
+        return tuple(sorted(self._random.sample(range(low, high), count)))
+
     def between(self, low: int, high: int) -> int:
         """A random whole number, both ends included."""
         return self._random.randint(low, high)
@@ -61,6 +68,7 @@ class PlanBuilder:
         target: int | None = None,
         when_tokens: int = 0,
         deadline: float = 120.0,
+        stop_ids: tuple[int, ...] = (),
     ) -> int:
         """One turn; ``new`` is how many random tokens to append, or the tokens themselves."""
         return self._add(
@@ -76,6 +84,7 @@ class PlanBuilder:
             target=target,
             when_tokens=when_tokens,
             deadline=deadline,
+            stop_ids=stop_ids,
         )
 
     def generate(
@@ -90,6 +99,8 @@ class PlanBuilder:
         target: int | None = None,
         when_tokens: int = 0,
         deadline: float = 120.0,
+        stop_ids: tuple[int, ...] = (),
+        samples: int = 1,
     ) -> int:
         """One plain request; ``prompt`` is how many random tokens it has, or the tokens themselves."""
         return self._add(
@@ -103,6 +114,8 @@ class PlanBuilder:
             target=target,
             when_tokens=when_tokens,
             deadline=deadline,
+            stop_ids=stop_ids,
+            samples=samples,
         )
 
     def abort(self, target: int, when_tokens: int) -> int:
@@ -194,6 +207,8 @@ def check_plan(operations: Sequence[Operation], open_sessions: Collection[str] =
         if op.kind in ("open", "turn", "close") and op.session is None:
             raise ValueError(f"{where}: expected a session, found none")
         if op.kind == "open" and op.session in opened:
+        if op.samples > 1 and (op.kind != "generate" or op.stream):
+            raise ValueError(f"{where}: expected several samples of a plain request only, not streamed")
             raise ValueError(f"{where}: expected a new session, found {op.session!r} again")
         if op.kind == "open":
             opened.add(str(op.session))

@@ -5,7 +5,7 @@ changes: a session is one ``engine_client.generate(...)`` that is fed turn by tu
 it between turns. A turn answers as a streamed completion does.
 
 POST /kvcheck/open {session_id} · POST /kvcheck/close {session_id} · GET /kvcheck/sessions
-POST /kvcheck/turn {session_id, request_id, prompt, max_tokens, logprobs}: ``prompt`` holds the new tokens only
+POST /kvcheck/turn {session_id, request_id, prompt, max_tokens, logprobs, stop_token_ids}: prompt is what is new
 POST /kvcheck/abort {request_ids}: of turns by their request_id, else of completions; none given: everything
 
 vLLM drops a turn's last sampled token, which it never computed; it is sent again in front of the next turn's
@@ -77,7 +77,7 @@ class Session:
         prompt, sent = body["prompt"], []
         finished, usage = None, {}
         try:
-            fresh = self.feed(prompt, sampling(body["max_tokens"]))
+            fresh = self.feed(prompt, sampling(body["max_tokens"], body.get("stop_token_ids")))
             outputs = self.outputs
             while finished is None:
                 output = await outputs.get()
@@ -108,12 +108,13 @@ class Session:
             self.turn = None
 
 
-def sampling(tokens):
+def sampling(tokens, stop_token_ids=None):
     # Log-probs in every turn: vLLM keeps one collector for the whole session, made as its first turn wanted.
     return SamplingParams(
         max_tokens=tokens,
         temperature=0.0,
         ignore_eos=True,
+        stop_token_ids=stop_token_ids,
         logprobs=0,
         output_kind=RequestOutputKind.DELTA,
         detokenize=False,
