@@ -25,6 +25,8 @@ OpKind = Literal[
 LogprobMode = Literal["none", "output", "input"]
 # What the operation should lead to. "either": a race is allowed, both finish and abort are right.
 Expect = Literal["finish", "abort", "reject", "either"]
+# `invalid` of a turn that is sent while another turn of its session runs: the server must refuse it.
+OVERLAP = "overlap"
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

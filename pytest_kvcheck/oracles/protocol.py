@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from pytest_kvcheck.findings import Finding, Status
+from pytest_kvcheck.operations import OVERLAP
 from pytest_kvcheck.oracles.base import CaseFacts
 from pytest_kvcheck.oracles.common import NO_KIND, asked_to_stop, name_of, names, some, starved
 from pytest_kvcheck.trace import OpRecord
@@ -52,10 +53,14 @@ def _judge(facts: CaseFacts, record: OpRecord, stopped: set[int]) -> list[tuple[
         what = f"HTTP {reply.http_status}" if reply.http_status else "no answer"
         sort = "5xx" if (reply.http_status or 0) >= 500 else "error"
         found.append((NO_KIND if sort == "5xx" else "K19", sort, f"{what}: {reply.message[:200]}"))
-    if op.expect == "reject" and reply.finish in FINISHED:
+    if op.expect == "reject" and reply.finish in FINISHED and not _came_late(facts, record):
         text = f"the server ran a request that it must refuse ({len(op.input_ids)} new tokens"
         text += f", invalid {op.invalid})" if op.invalid else f", context {facts.cell.features.context_length})"
-        found.append(("K19", "accepted", text))
+        if op.invalid == OVERLAP:
+            text = "the server ran a second turn of a session while the first one ran: both write to its KV"
+            found.append(("K07", "overlap", text))
+        else:
+            found.append(("K19", "accepted", text))
     if op.expect == "finish" and op.id not in stopped and reply.finish in ("abort", "rejected"):
         found += _unasked(facts, record)
     if op.expect in ("abort", "either") and reply.finish in FINISHED:
@@ -72,6 +77,14 @@ def _unasked(facts: CaseFacts, record: OpRecord) -> list[tuple[str, str, str]]:
         f"{how} by the server although nothing asked for it: {record.reply.message[:200] or 'no reason given'}"
     )
     return [("K19", how, text)]
+
+
+def _came_late(facts: CaseFacts, record: OpRecord) -> bool:
+    """Whether a turn that was to run into another one of its session may have met it ended."""
+    if record.op.invalid != OVERLAP:
+        return False
+    other = next((each for each in facts.records if each.op.id == record.op.target), None)
+    return other is None or record.shown_at_action is None or record.ended >= other.ended
 
 
 def _actions(facts: CaseFacts, record: OpRecord) -> list[OpRecord]:
@@ -128,7 +141,13 @@ def _unheard(facts: CaseFacts, record: OpRecord) -> list[tuple[str, str, str]]:
 def _finding(kind: str, sort: str, group: list[tuple[OpRecord, str]]) -> Finding:
     record, text = group[0]
     status: Status = "crash" if sort == "5xx" else "mismatch"
-    also = {"deaf": ("K04",), "called length": ("K03",), "aborted": ("K03", "K08"), "refused": ("K07", "K09")}
+    also = {
+        "deaf": ("K04",),
+        "called length": ("K03",),
+        "aborted": ("K03", "K08"),
+        "refused": ("K07", "K09"),
+        "overlap": ("K13", "K06"),
+    }
     evidence = [f"Request {record.rid}, trace operation {record.op.id}, HTTP {record.reply.http_status}."]
     if len(group) > 1:
         evidence.append(f"{len(group)} such replies: {names([other for other, _ in group])}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvcheck.cells import Cell
-from pytest_kvcheck.operations import Plan
+from pytest_kvcheck.operations import OVERLAP, Plan
 from pytest_kvcheck.workloads.base import (
     Numbers,
     Workload,
@@ -11,6 +11,7 @@ from pytest_kvcheck.workloads.base import (
     longest,
     room,
     rows,
+    server_sessions,
     share,
 )
 
@@ -73,6 +74,42 @@ def _pre_abort(context: WorkloadContext) -> Plan:
         plan.turn(name, limit - 8, 8, expect="reject", label=f"{name} over-length")
         plan.turn(name, APPEND, 8, label=f"{name} after the over-length")
         plan.close(name)
+    return context.plan(plan, "reject", "cached_turn")
+
+
+def _overlapping_turn(context: WorkloadContext) -> Plan:
+    """While a turn of a session runs, further turns are sent to it. Each must be refused, for as long as the
+    first runs: a refusal must not clear what says that the session is busy.
+    """
+    plan = context.builder("overlapping-turn")
+    new, more = context.number("max_new_tokens"), context.number("overlaps")
+    for round_ in range(context.rounds):
+        names = [f"r{round_}-s{at}" for at in range(context.number("sessions"))]
+        for name in names:
+            plan.open(name)
+            plan.turn(name, context.opening(APPEND), 8, label=f"{name} turn 1")
+        plan.fence()
+        for name in names:
+            running = plan.turn(name, APPEND, new, label=f"{name} long turn")
+            for at in range(more):
+                plan.turn(
+                    name,
+                    8,
+                    4,
+                    expect="reject",
+                    invalid=OVERLAP,
+                    label=f"{name} overlapping turn {at + 1}",
+                    target=running,
+                    when_tokens=1 + at * new // (2 * more),
+                )
+        plan.fence()
+        for turn in range(2):
+            for name in names:
+                plan.turn(name, APPEND, 8, logprobs="output", label=f"{name} turn {turn + 1} after the refused")
+            plan.fence()
+        for name in names:
+            plan.close(name)
+        plan.fence()
     return context.plan(plan, "reject", "cached_turn")
 
 
@@ -186,6 +223,16 @@ ABORTS = (
     ),
 )
 MORE_ABORTS = (
+    Workload(
+        "overlapping-turn",
+        "Turns are sent to a session whose turn runs; every one must be refused, and none may be felt.",
+        _overlapping_turn,
+        {"sessions": 2, "rounds": 2, "overlaps": 3, "max_new_tokens": 96},
+        lambda cell, params: (
+            server_sessions(cell)
+            or room(cell, int(params["sessions"]), 4 * (APPEND + 8) + int(params["max_new_tokens"]))
+        ),
+    ),
     Workload(
         "queued-abort",
         "Turns are aborted while they wait behind a full batch, and then repeated.",

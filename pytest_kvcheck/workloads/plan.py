@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from pytest_kvcheck.ledger import sessions
-from pytest_kvcheck.operations import Expect, LogprobMode, Operation
+from pytest_kvcheck.operations import OVERLAP, Expect, LogprobMode, Operation
 from pytest_kvcheck.trace import OpRecord
 
 # Ids below are special tokens in most vocabularies, and models pad their vocabularies at the end.
@@ -167,14 +167,17 @@ class PlanBuilder:
         number = len(self.operations)
         session = fields.get("session")
         after = [] if self._fence is None else [self._fence]
-        # A close in flight must not wait for the turn that it is to hit; neither may what waits for a target.
-        if session is not None and not (fields["kind"] == "close" and fields.get("target") is not None):
+        # What is to hit a turn in flight (a close, a second turn that must be refused) must not wait for it.
+        beside = fields.get("invalid") == OVERLAP or (
+            fields["kind"] == "close" and fields.get("target") is not None
+        )
+        if session is not None and not beside:
             last = self._session_last.get(session)
             if last is not None and last > self._complete:
                 after.append(last)
         self.operations.append(Operation(id=number, after=tuple(after), **fields))
         self._since.append(number)
-        if session is not None:
+        if session is not None and fields.get("invalid") != OVERLAP:
             self._session_last[session] = number
         return number
 
@@ -204,11 +207,11 @@ def check_plan(operations: Sequence[Operation], open_sessions: Collection[str] =
             raise ValueError(f"{where}: expected a request as target, found {kinds[op.target].kind}")
         if op.kind == "disconnect" and op.target is None:
             raise ValueError(f"{where}: expected a target, found none")
+        if op.samples > 1 and (op.kind != "generate" or op.stream):
+            raise ValueError(f"{where}: expected several samples of a plain request only, not streamed")
         if op.kind in ("open", "turn", "close") and op.session is None:
             raise ValueError(f"{where}: expected a session, found none")
         if op.kind == "open" and op.session in opened:
-        if op.samples > 1 and (op.kind != "generate" or op.stream):
-            raise ValueError(f"{where}: expected several samples of a plain request only, not streamed")
             raise ValueError(f"{where}: expected a new session, found {op.session!r} again")
         if op.kind == "open":
             opened.add(str(op.session))
@@ -216,6 +219,14 @@ def check_plan(operations: Sequence[Operation], open_sessions: Collection[str] =
             session = str(op.session)
             if session not in opened:
                 raise ValueError(f"{where}: expected an open of {session!r} before its first turn, found none")
+            if op.invalid == OVERLAP:
+                if op.expect != "reject" or op.target is None or kinds[op.target].session != session:
+                    raise ValueError(
+                        f"{where}: expected a turn beside another one of its session to have that as target, "
+                        "and to be refused"
+                    )
+                kinds[op.id], ancestors[op.id] = op, before
+                continue
             previous = last_turn.get(session)
             if previous is not None and not before >> position[previous.id] & 1:
                 raise ValueError(
