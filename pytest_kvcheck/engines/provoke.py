@@ -10,7 +10,7 @@ from pytest_kvcheck.engines.base import Call
 
 # Pauses grow, so that a server that is slow to make up for what it was told gets on in between. The first are
 # short: a whole plan may take a second, and half of the calls come when none runs.
-FIRST_PAUSE, GROWTH, LONGEST_PAUSE = 0.05, 1.4, 5.0
+FIRST_PAUSE, GROWTH, LONGEST_PAUSE = 0.02, 1.4, 5.0
 
 
 class Provoker:
