@@ -2,6 +2,7 @@
 """Many short requests with log-probs at once, under forced retraction: which replies lack a log-prob?
 
 usage: python sglang_retracted_first_logprob.py http://127.0.0.1:30000    (needs requests)
+exit: 1 while the fault is there, 0 when it is not, 2 without a server
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import requests
 
-BASE = sys.argv[1].rstrip("/") if len(sys.argv) == 2 else sys.exit(__doc__)
+BASE = sys.argv[1].rstrip("/") if len(sys.argv) == 2 else ""
 
 
 def ask(ids: list[int]) -> dict[str, Any]:
@@ -47,4 +48,13 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        requests.get(BASE + "/server_info", timeout=60)
+    except requests.RequestException:
+        print(f"no server at {BASE or 'the URL, none was given'}")
+        sys.exit(2)
+    try:
+        sys.exit(main())
+    except requests.RequestException as error:
+        print(f"the server stopped answering: {type(error).__name__}")
+        sys.exit(1)
