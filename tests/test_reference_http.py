@@ -156,7 +156,10 @@ def test_refusals(server: Process) -> None:
         (server.generate([]), "non-empty list"),
         (server.post("/generate", input_ids=[1], sampling_params={"max_new_tokens": "x"}), "invalid literal"),
         (server.post("/generate", input_ids=[1], sampling_params={"n": 0}), "expected 1"),
-        (server.generate([1], n=2, session_params={"id": session}), "expected 1, or more for a request without"),
+        (
+            server.generate([1], n=2, session_params={"id": session}),
+            "expected 1, or more for a request without",
+        ),
     ]
     for reply, text in cases:
         assert reply.status_code == 400
@@ -167,6 +170,21 @@ def test_refusals(server: Process) -> None:
     assert event["meta_info"]["finish_reason"]["type"] == "abort"
     assert server.post("/close_session", session_id="mine").status_code == 200
     assert server.post("/close_session", session_id="unknown").status_code == 200
+
+
+def test_several_answers_are_a_list_and_share_the_prompt(server: Process) -> None:
+    prompt = [9, 8, 7, 6, 5, 4]
+    alone = server.generate(prompt).json()
+    group = server.generate(prompt, n=3).json()
+    assert [answer["output_ids"] for answer in group] == [alone["output_ids"]] * 3
+    assert [answer["meta_info"]["cached_tokens"] for answer in group] == [5, 5, 5]
+    assert len({answer["meta_info"]["id"] for answer in group}) == 3
+    with pytest.raises(requests.Timeout):
+        params = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True, "n": 3}
+        body = {"input_ids": prompt, "sampling_params": params}
+        requests.post(server.url + "/generate", json=body, timeout=0.1)
+    server.until_idle()
+    assert server.load()["num_used_tokens"] == 0
 
 
 def test_abort_and_disconnect_give_everything_back(server: Process) -> None:

@@ -134,6 +134,35 @@ def test_a_turns_cached_range_is_written_where_counts_are_the_matter() -> None:
     assert "cached=(" not in repro(made("used"), SGLANG, cached=lambda history, sent: (history - 1, history))
 
 
+@pytest.mark.parametrize("launch", [SGLANG, VLLM], ids=["sglang", "vllm"])
+def test_stop_ids_and_samples_are_sent_where_the_plan_has_them(launch: Launch) -> None:
+    plan = PlanBuilder("test", 1, 512)
+    plan.open("s0")
+    plan.turn("s0", 20, 8, stop_ids=(17, 30))
+    plan.turn("s0", 5, 8)
+    plan.generate(20, 4, stream=False, samples=3)
+    text = repro(
+        made("counts", Plan(workload="test", seed=1, operations=tuple(plan.operations))),
+        launch,
+        cached=lambda history, sent: (history - 1, history),
+    )
+    ast.parse(text)
+    assert "8, after=[op0], stop=[17, 30])" in text
+    assert "cached=(-1, 0)" in text, "how long the history is depends on the stop, but not where it ends"
+    assert "stream=False, samples=3)" in text
+    assert "op.others" in text
+    assert "op.others" not in repro(made("counts"), launch)
+
+
+def test_a_range_that_depends_on_where_a_turn_stopped_is_left_out() -> None:
+    plan = PlanBuilder("test", 1, 512)
+    plan.open("s0")
+    plan.turn("s0", 20, 8, stop_ids=(17, 30))
+    plan.turn("s0", 5, 8)
+    whole = made("counts", Plan(workload="test", seed=1, operations=tuple(plan.operations)))
+    assert "cached=(" not in repro(whole, SGLANG, cached=lambda held, sent: (held // 16 * 16, held))
+
+
 def test_vllm_aborts_by_leaving() -> None:
     text = repro(made("used"), VLLM)
     assert "leave_at=2" in text
