@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pytest_kvcheck.engines.vllm_events import BlockEvents
 from pytest_kvcheck.observe.blocks import StoredBlock
 from pytest_kvcheck.operations import Operation
 from pytest_kvcheck.oracles.conservation import judge_conservation
+from pytest_kvcheck.oracles.kept import kept_for
 from pytest_kvcheck.trace import OpRecord, Reply
 from pytest_kvcheck.workloads.replay import MOST_OVERWRITTEN, overwrite_plan
 
@@ -144,6 +146,10 @@ def test_of_two_users_the_one_that_was_aborted_is_meant() -> None:
     assert leak_of(chain((1, 2, 3, 4), ["r1", "r3"])).owner == "request 3"
 
 
+def test_an_aborted_request_that_hit_another_ones_blocks_is_meant_too() -> None:
+    assert leak_of(chain((1, 2, 3, 4), ["r1"])).owner == "request 3"
+
+
 def test_without_names_the_tokens_tell() -> None:
     assert leak_of(chain((1, 2, 5, 6), [""])).owner == "request 2"
     assert leak_of(chain((1, 2, 3, 4, 91, 91), [""])).owner == "request 1"
@@ -185,6 +191,27 @@ def test_the_tokens_of_a_session_name_the_turn() -> None:
         facts_of(turns, make_cell(page_size=2), idle=sample(gauges(used=6)), kept=kept)
     )
     assert found.owner == "s turn 2"
+
+
+def test_recorded_events_of_a_server_that_keeps_aborted_blocks() -> None:
+    events, before, labels = BlockEvents(), {}, {}
+    for line in RECORDED.read_bytes().splitlines():
+        entry = msgspec.json.decode(line)
+        if "mark" in entry:
+            before, labels = events.book.snapshot(), entry["requests"]
+        else:
+            events.take(entry["number"], base64.b64decode(entry["payload"]))
+    assert events.complete
+    kept = [block for key, block in events.book.snapshot().items() if before.get(key) is block]
+    assert len(before) > len(kept) == 6
+    records = [
+        OpRecord(op=Operation(id=number, kind="turn", label=label), rid=rid)
+        for number, (rid, label) in enumerate(labels.items())
+    ]
+    owners, (text,) = kept_for(kept, records, frozenset(), lost=256)
+    assert {record.op.label for record in owners} == {"r0-s0 aborted turn", "r0-s1 aborted turn"}
+    assert "stored 6 full blocks" in text
+    assert "The other 2 that are missing" in text
 
 
 # --- the pool is overwritten ---------------------------------------------------------------------------

@@ -18,9 +18,9 @@ def kept_for(
 ) -> tuple[list[OpRecord], tuple[str, ...]]:
     """The requests that the blocks were stored for, those with the most first, and the evidence in words.
 
-    Of several requests that used the last block of a chain, those in ``odd`` (ids of record objects) are meant
-    where there are any: one that went the plain way gave its blocks back a thousand times before. ``lost``: how
-    many tokens are missing in all.
+    Whoever stored the last block of a chain, or began with the same tokens and may have hit it, may hold it.
+    Those in ``odd`` (ids of record objects) are meant where there are any: one that went the plain way gave its
+    blocks back a thousand times before. ``lost``: how many tokens are missing in all.
     """
     parents = {id(block.parent) for block in kept if block.parent is not None}
     whole = {id(block): block for block in kept}
@@ -28,9 +28,9 @@ def kept_for(
     shares: dict[int, tuple[list[OpRecord], list[StoredBlock]]] = {}
     for leaf in (block for block in kept if id(block) not in parents):
         users = [named[user] for user in dict.fromkeys(leaf.users) if user in named]
-        if not users and (prefix := leaf.prefix()):
-            users = [record for record, ids in _computed(records) if ids[: len(prefix)] == prefix]
-        users = [record for record in users if id(record) in odd] or users
+        prefix = leaf.prefix()
+        sharers = [record for record, ids in _computed(records) if prefix and ids[: len(prefix)] == prefix]
+        users = next(filter(None, (_of(users, odd), _of(sharers, odd), users, sharers)), [])
         chain: list[StoredBlock] = []
         block: StoredBlock | None = leaf
         while block is not None and id(block) in whole:
@@ -53,6 +53,10 @@ def kept_for(
         f"removed, though fresh tokens overwrote all that may be overwritten: {'; '.join(lines)}.{others}"
     )
     return owners, (text,)
+
+
+def _of(records: Iterable[OpRecord], odd: AbstractSet[int]) -> list[OpRecord]:
+    return [record for record in records if id(record) in odd]
 
 
 def _line(users: Sequence[OpRecord], blocks: Sequence[StoredBlock]) -> str:

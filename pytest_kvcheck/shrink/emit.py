@@ -277,8 +277,8 @@ def issue(made: Minimised, launch: Launch) -> str:
 python {REPRO} http://127.0.0.1:{PORT}
 ```
 
-`{REPRO}` does {made.operations} operations, up to {ROUNDS} times until the bug shows, and ends with 1 while it is
-there, with 0 when it is not. Start the server anew before each run: what it has lost stays lost.
+`{REPRO}` does {made.operations} operations, up to {ROUNDS} times until the bug shows, and ends with 1 while it
+is there, with 0 when it is not. Start the server anew before each run: what it has lost stays lost.
 
 ## Expected
 

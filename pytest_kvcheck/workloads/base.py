@@ -48,8 +48,8 @@ class WorkloadContext:
         return size if size is not None and size < longest(self.cell) else None
 
     def opening(self, size: int) -> int:
-        """Tokens of a session's first turn: ``size``, but more than fills the pages that it takes for a hit where
-        histories are sent again.
+        """Tokens of a session's first turn: ``size``, but where histories are sent again more than the pages
+        that it takes for a hit.
 
         Of such a history only whole pages are cached, so one that is shorter would prove nothing.
         """
@@ -59,7 +59,7 @@ class WorkloadContext:
 
     @property
     def _pages_of_a_hit(self) -> int:
-        """How many full pages of a history it takes for one to hit: with a draft the last one is computed anew."""
+        """How many full pages of a history it takes for a hit: with a draft the last is computed anew."""
         return 1 if self.cell.features.speculative is None else 2
 
     def builder(self, workload: str) -> PlanBuilder:
