@@ -42,6 +42,7 @@ def test_features_become_flags() -> None:
     assert spec.argv[:3] == ("/venv/bin/python", "-m", "sglang.launch_server")
     wanted = {
         "--port": "30123",
+        "--nccl-port": "30124",
         "--page-size": "16",
         "--chunked-prefill-size": "128",
         "--enable-mixed-chunk": "",

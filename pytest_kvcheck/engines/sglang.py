@@ -22,6 +22,8 @@ STRICT_ENV = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
+# In the block of ports that is leased for the server.
+NCCL_PORT = 1
 STAND_IN = Path(__file__).parent / "sglang_cpu" / "stub"
 # Set by us or by nobody: what the shell that started pytest holds must not change what a cell means.
 OWN_ENV = (*STRICT_ENV, "SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL", "SGLANG_ENABLE_SPEC_V2")
@@ -65,6 +67,8 @@ class SglangEngine(Engine):
         """Flags without their dashes; True is a bare flag, False and None leave it out."""
         return {
             **self.common_flags(inputs),
+            # Left to itself it takes a free port of 22000 to 29999 and binds it late: another server's, by then.
+            "nccl-port": inputs.port + NCCL_PORT,
             "skip-server-warmup": True,
             "decode-log-interval": 1,
             "enable-cache-report": True,
