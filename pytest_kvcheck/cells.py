@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -80,13 +81,20 @@ class Features:
 class Known:
     """A finding that is expected until a date because the engine is at fault (see ``docs/findings``).
 
-    ``sometimes``: it needs a race, so a run in which it does not appear is no surprise.
+    ``sometimes``: it needs a race, so a run in which it does not appear is no surprise. ``before``: the first
+    release that is known to be without it, "" where there is none yet.
     """
 
     kind: str
     page: str
     until: str
     sometimes: bool = False
+    before: str = ""
+
+    def concerns(self, version: str) -> bool:
+        """Whether it is expected of this release; of one without a number only if no ``before`` is given."""
+        mine = _release(version)
+        return not self.before or (mine is not None and mine < (_release(self.before) or ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +161,9 @@ class Case:
         """The part of the pytest id behind the matrix file: ``cell::workload`` or ``cell::workload#2``."""
         suffix = f"#{self.repeat + 1}" if self.repeat else ""
         return f"{self.cell.name}::{self.workload.name}{suffix}"
+
+
+def _release(version: str) -> tuple[int, ...] | None:
+    """``0.5.12.post1`` -> (0, 5, 12); None where the text is no version."""
+    hit = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
+    return tuple(map(int, hit.groups())) if hit else None

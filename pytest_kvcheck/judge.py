@@ -11,7 +11,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -117,6 +117,7 @@ class Bench:
         result = replace(result, notes=list(bed.server.notes))
         argv = list(bed.server.argv)
         facts, findings = self.examine(case, plan, folder, last=last)
+        result = replace(result, known=_known(case, facts.engine_version))
         return self._result(result, facts, findings, folder, argv, bed.unscored)
 
     def examine(
@@ -203,7 +204,7 @@ class Bench:
             family=cell.family,
             device=cell.device,
             launch_key=cell.launch_key,
-            known=[KnownRef(**asdict(known)) for known in case.known],
+            known=_known(case, ""),
             command=again(self.settings, case, case_id),
         )
 
@@ -302,6 +303,15 @@ class Bench:
     def _stop(self) -> ServerFacts | None:
         bed, self._bed = self._bed, None
         return None if bed is None else bed.server.stop()
+
+
+def _known(case: Case, version: str) -> list[KnownRef]:
+    """The findings that are expected of this release in this case."""
+    return [
+        KnownRef(kind=known.kind, page=known.page, until=known.until, sometimes=known.sometimes)
+        for known in case.known
+        if known.concerns(version)
+    ]
 
 
 def _unfit(server: Server, cell: Cell) -> str:

@@ -126,3 +126,20 @@ def test_the_json_schema_knows_the_short_forms() -> None:
     assert {"const": "all"} in cell["properties"]["workloads"]["anyOf"]
     assert {"type": "string"} in cell["properties"]["model"]["anyOf"]
     assert cell["properties"]["page_size"]["default"] == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "eagle_v1", "eagle_v2", "retract", "swa"])
+def test_a_fault_that_upstream_has_mended_is_not_excused_in_later_releases(name: str) -> None:
+    cells = load(resolve(name), engine="sglang", device="cpu", workload_names=NAMES)
+    for cell in cells:
+        spec = cell.features.speculative
+        overlaps = cell.features.retract is not None and (
+            spec is None or (spec.overlap and spec.version == "v2")
+        )
+        lost = [known for known in cell.known if known.kind == "K18"]
+        assert bool(lost) == overlaps, cell.name
+        for known in lost:
+            assert [known.concerns(v) for v in ("0.5.12.post1", "v0.5.13", "0.5.23", "0.6.0", "", "main")] == [
+                *(True, True, False, False, False, False)
+            ]
+        assert all(known.concerns("") for known in cell.known if known.kind != "K18")

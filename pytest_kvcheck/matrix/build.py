@@ -54,7 +54,13 @@ class Context:
 
 def _known(forms: Iterable[Mapping[str, Any]], engine: EngineName) -> tuple[Known, ...]:
     return tuple(
-        Known(form["kind"], form["page"], form["until"].isoformat(), form.get("sometimes", False))
+        Known(
+            form["kind"],
+            form["page"],
+            form["until"].isoformat(),
+            form.get("sometimes", False),
+            form.get("before", ""),
+        )
         for form in forms
         if form.get("engine") in (None, engine)
     )

@@ -94,13 +94,15 @@ class SpeculativeForm(_Form):
 class KnownForm(_Form):
     """A finding that is expected until a date because the engine is at fault.
 
-    ``engine``: only there (null: on any). ``sometimes``: it needs a race, so a run without it is no surprise.
+    ``engine``: only there (null: on any), and only in releases ``before`` this one. ``sometimes``: it needs a
+    race, so a run without it is no surprise.
     """
 
     kind: Annotated[str, Field(pattern=r"^K(0[1-9]|1[0-9]|2[0-5])$")]
     page: str
     until: Annotated[datetime.date, BeforeValidator(_iso_date)]
     engine: EngineName | None = None
+    before: Annotated[str, Field(pattern=r"^(\d+\.\d+\.\d+)?$")] = ""
     sometimes: bool = False
 
 
