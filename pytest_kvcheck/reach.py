@@ -22,6 +22,7 @@ CELLS: Mapping[str, Features] = {
     "retract": replace(SMALL, retract=Retract(3)),
     "eagle-v1": replace(SMALL, speculative=V1),
     "eagle-v2": replace(SMALL, speculative=V2),
+    "eagle-v2-no-overlap": replace(SMALL, speculative=replace(V2, overlap=False)),
     "eagle-v2-retract": replace(SMALL, speculative=V2, retract=Retract(3)),
     "swa": SMALL,
     "swa-page-128": replace(SMALL, page_size=128),  # a page holds the whole window of 64 tokens
@@ -58,8 +59,8 @@ REACH: Mapping[str, Reach] = {
     "stale-kv-slot": Reach("plain", WorkloadRef("kv-inheritance")),
     "health-lies-when-stuck": Reach("plain", WorkloadRef("first-mid-abort")),
     "bonus-slot-race": Reach("eagle-v2", STRESS),
-    # The finish caps the length again: no client sees anything of it.
-    "bonus-claimed-twice": Reach("eagle-v2", STRESS, ("on",)),
+    # The finish caps the length again, and with overlap the round under way has computed the token by then.
+    "bonus-claimed-twice": Reach("eagle-v2-no-overlap", WorkloadRef("kv-inheritance")),
     "overshoot-untrimmed": Reach("eagle-v2", STRESS),
     "stop-overshoot-kept": Reach("eagle-v2", WorkloadRef("stop-ids")),
     "spec-reject-slots-kept": Reach("eagle-v1", STRESS),
