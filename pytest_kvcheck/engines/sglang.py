@@ -67,7 +67,7 @@ class SglangEngine(Engine):
         """Flags without their dashes; True is a bare flag, False and None leave it out."""
         return {
             **self.common_flags(inputs),
-            # Left to itself it takes a free port of 22000 to 29999 and binds it late: by then another server may.
+            # Left to itself it takes a free port of 22000 to 29999 and binds it late: by then it may be taken.
             "nccl-port": inputs.port + NCCL_PORT,
             "skip-server-warmup": True,
             "decode-log-interval": 1,
