@@ -188,7 +188,10 @@ class KvSession:
             f"seed {chosen.seed}",
         ]
         artifacts = os.path.relpath(chosen.artifacts, self.config.invocation_params.dir)
-        return [f"kvcheck {__version__}: {', '.join(parts)}", f"kvcheck artifacts: {artifacts}"]
+        lines = [f"kvcheck {__version__}: {', '.join(parts)}", f"kvcheck artifacts: {artifacts}"]
+        if self.config.getoption("numprocesses", None) and self.config.getoption("dist", "") == "load":
+            lines.append("kvcheck: with --dist loadgroup, each server would start on one worker only")
+        return lines
 
     def pytest_unconfigure(self) -> None:
         self.close()

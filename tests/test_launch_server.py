@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -302,14 +305,89 @@ def test_attach_to_nobody(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with pytest.raises(
-        LaunchError, match=rf"--kvcheck-url {url}: expected .* within 1 s, .*refused.* Next: start the server"
+        LaunchError,
+        match=rf"--kvcheck-url {url}: expected .* connection refused.* Next: start the server",
     ):
         Server.attach(FakeEngine(tmp_path), url, cell(), timeout=1)
+
+
+class _Says(http.server.BaseHTTPRequestHandler):
+    """Answers every request with the status of its class, as a web server that is no inference server may."""
+
+    status = 404
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(b"no such page")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(status: int) -> Iterator[str]:
+    handler = type("Says", (_Says,), {"status": status})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "found", "step"),
+    [
+        (404, "found HTTP 404 .*: 'no such page'", "give the root URL of a fake server"),
+        (500, "found HTTP 500", "see the server's log"),
+        (503, "found HTTP 503, not ready", "wait until the server says"),
+        (200, "found a server in health that does not answer as fake does", "--kvcheck-engine"),
+    ],
+)
+def test_attach_says_what_answers_instead(
+    status: int, found: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "ready", lambda self, control: False)
+    with serving(status) as url, pytest.raises(LaunchError, match=f"{found}.*Next: .*{step}"):
+        Server.attach(FakeEngine(tmp_path), url, cell(), timeout=0.2)
+
+
+def test_attach_with_tls_to_a_plain_server_and_to_one_that_hangs_up(tmp_path: Path) -> None:
+    with serving(200) as url, pytest.raises(LaunchError, match=r"found no TLS at 127.*Next: give http://"):
+        Server.attach(FakeEngine(tmp_path), url.replace("http:", "https:"), cell(), timeout=0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        closing = threading.Event()
+
+        def hang_up() -> None:
+            listener.settimeout(0.1)
+            while not closing.is_set():
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        try:
+            with pytest.raises(LaunchError, match="closed the connection without an HTTP answer") as caught:
+                Server.attach(FakeEngine(tmp_path), f"http://127.0.0.1:{port}", cell(), timeout=0.2)
+        finally:
+            closing.set()
+            thread.join()
+    for raw in ("urllib3", "Errno", "HTTPConnectionPool", "Max retries"):
+        assert raw not in str(caught.value)
 
 
 def test_a_server_that_nobody_stops_ends_with_the_interpreter(tmp_path: Path) -> None:
     code = """
 import sys
+import threading
 from pathlib import Path
 from launch_helpers import FakeEngine, cell
 from pytest_kvcheck.launch.server import Server

@@ -153,7 +153,7 @@ def ask(engine: Engine, control: Control, error: Any) -> dict[str, Any]:
 def not_ready(engine: Engine, control: Control, waited: float) -> tuple[str, str]:
     """What a server that somebody else started showed instead of getting ready, and what to do about it."""
     answer = control.get("/health", timeout=5.0)
-    asked = f"within {waited:.0f} s, GET {control.base_url}/health:"
+    asked = f"(GET /health, tried for {waited:.0f} s)"
     tls = control.base_url.startswith("https:")
     if answer.status is None:
         if "refused" in answer.error:
@@ -164,17 +164,17 @@ def not_ready(engine: Engine, control: Control, waited: float) -> tuple[str, str
             step = "see what serves that port; it may want TLS, which kvcheck does not speak"
         else:
             step = "see in the server's log whether it is still loading or hangs, then run again"
-        return f"{asked} {answer.error}", step
+        return f"{answer.error} {asked}", step
     if answer.ok:
         return (
-            f"{asked} HTTP {answer.status}, but not the further answers of {engine.name}",
+            f"a server in health that does not answer as {engine.name} does {asked}",
             "name the engine that runs there with --kvcheck-engine (reference, sglang or vllm), or give the "
             "port of one",
         )
     if answer.status == 503:
-        return f"{asked} HTTP 503 (not ready)", "wait until the server says that it is ready, then run again"
+        return f"HTTP 503, not ready {asked}", "wait until the server says that it is ready, then run again"
     words = " ".join(answer.text.split())[:120]
-    said = f"{asked} HTTP {answer.status}" + (f" ({words})" if words else "")
+    said = f"HTTP {answer.status} {asked}" + (f": {words!r}" if words else "")
     if answer.status >= 500:
         return said, "see the server's log; it fails before anything was asked of it"
     return said, f"give the root URL of a {engine.name} server; what answers there has no /health"
