@@ -105,6 +105,40 @@ def _disconnect(context: WorkloadContext) -> Plan:
     return context.plan(plan, "disconnect", "cached_turn")
 
 
+def _retry_after_leaving(context: WorkloadContext) -> Plan:
+    """Clients leave in the middle of a turn and ask for the next one at once, again and again, while the server
+    may not have noticed. Each such turn is refused, or goes on from the last finished one.
+    """
+    plan = context.builder("retry-after-leaving")
+    count, retries = context.number("sessions"), context.number("retries")
+    new = min(context.number("max_new_tokens"), share(context.cell, count) - (4 + retries) * (APPEND + 8))
+    for round_ in range(context.rounds):
+        names = [f"r{round_}-s{at}" for at in range(count)]
+        for name in names:
+            plan.open(name)
+            plan.turn(name, APPEND, 8, label=f"{name} turn 1")
+        plan.fence()
+        for at, name in enumerate(names):
+            # What is not streamed is missed later: a server looks for its client every few seconds only.
+            stream = at % 2 == 0
+            turn = plan.turn(name, APPEND, new, stream=stream, expect="either", label=f"{name} left turn")
+            plan.disconnect(turn, when_tokens=1 if stream else 0)
+            for retry in range(retries):
+                plan.turn(name, APPEND, 8, expect="either", label=f"{name} retry {retry + 1}")
+        plan.fence()
+        plan.wait(float(context.params["settle_seconds"]), label="until the server has noticed")
+        plan.fence()
+        for turn in range(2):
+            for name in names:
+                label = f"{name} turn {turn + 1} after the retries"
+                plan.turn(name, APPEND, 8, logprobs="output", label=label)
+            plan.fence()
+        for name in names:
+            plan.close(name)
+        plan.fence()
+    return context.plan(plan, "disconnect", "cached_turn")
+
+
 def _closable(cell: Cell, params: Numbers) -> str | None:
     sessions = int(params.get("sessions", 2))
     needed = 2 * APPEND + 8 + int(params["max_new_tokens"])
@@ -139,5 +173,15 @@ LIFECYCLE = (
         _disconnect,
         {"sessions": 3, "rounds": 1, "max_new_tokens": 1500, "settle_seconds": 5.0},
         lambda cell, params: room(cell, int(params["sessions"]) + 2, 4 * (APPEND + 8) + 128),
+    ),
+    Workload(
+        "retry-after-leaving",
+        "Clients leave in the middle of a turn and ask for the next one at once, again and again.",
+        _retry_after_leaving,
+        {"sessions": 4, "rounds": 2, "retries": 4, "max_new_tokens": 600, "settle_seconds": 5.0},
+        lambda cell, params: (
+            server_sessions(cell)
+            or room(cell, int(params["sessions"]), (4 + int(params["retries"])) * (APPEND + 8) + 128)
+        ),
     ),
 )
