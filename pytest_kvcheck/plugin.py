@@ -135,14 +135,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _add_matrices(config: pytest.Config) -> None:
-    from pytest_kvcheck.matrix.loader import resolve
+    from pytest_kvcheck.matrix.loader import is_matrix_file, resolve
 
     for given in config.option.kvcheck_matrix:
         name, sep, case = given.partition("::")
         try:
-            path = f"{resolve(name)}{sep}{case}"
+            file = resolve(name)
         except LookupError as error:
             raise pytest.UsageError(f"--kvcheck-matrix: {error}") from error
+        if not is_matrix_file(file):
+            raise pytest.UsageError(
+                f"--kvcheck-matrix: expected a matrix, found {name}, whose first key is not `kvcheck`"
+            )
+        path = f"{file}{sep}{case}"
         if config.args_source is not pytest.Config.ArgsSource.ARGS:
             config.args.clear()
             config.args_source = pytest.Config.ArgsSource.ARGS

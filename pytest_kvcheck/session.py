@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import pytest
 
 from pytest_kvcheck import __version__, settings
 from pytest_kvcheck.items import KvItem, check_plants
+from pytest_kvcheck.matrix.loader import SUFFIXES, is_matrix_file
 from pytest_kvcheck.progress import ProgressReader, ProgressWriter, Screen
 from pytest_kvcheck.report.results import CaseResult
 
@@ -28,6 +30,7 @@ class KvSession:
         self.config = config
         self.settings = settings.from_config(config)
         check_plants(self.settings)
+        settings.check_writable(self.settings)
         self.results: dict[str, CaseResult] = {}
         self.upcoming: pytest.Item | None = None
         self._bench: Any = None
@@ -191,6 +194,10 @@ class KvSession:
         lines = [f"kvcheck {__version__}: {', '.join(parts)}", f"kvcheck artifacts: {artifacts}"]
         if self.config.getoption("numprocesses", None) and self.config.getoption("dist", "") == "load":
             lines.append("kvcheck: with --dist loadgroup, each server would start on one worker only")
+        named = {argument.split("::", 1)[0] for argument in self.config.args}
+        for path in (Path(self.config.invocation_params.dir, name) for name in sorted(named)):
+            if path.suffix in SUFFIXES and path.is_file() and not is_matrix_file(path):
+                lines.append(f"kvcheck: {path.name} is no matrix: its first key is not `kvcheck`")
         return lines
 
     def pytest_unconfigure(self) -> None:

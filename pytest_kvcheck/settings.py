@@ -120,6 +120,28 @@ def scorer_of(text: str | None, start: Path) -> str | None:
     return f"transformers={python}" if path else name
 
 
+def check_writable(settings: Settings) -> None:
+    """Make the folders that results go to, so that no run is lost for want of one.
+
+    Raises ``pytest.UsageError`` that names the option.
+    """
+    wanted = {
+        "artifacts": settings.artifacts,
+        "report": settings.report and settings.report.parent,
+        "json": settings.json and settings.json.parent,
+    }
+    for name, folder in wanted.items():
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            found = "" if os.access(folder, os.W_OK) else "one that may not be written to"
+        except OSError as error:
+            found = (error.strerror or str(error)).lower()
+        if found:
+            raise pytest.UsageError(f"--kvcheck-{name}: expected a folder to write to, found {found}: {folder}")
+
+
 def _shard(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None

@@ -147,6 +147,27 @@ def test_what_can_be_known_at_once_starts_nothing(
     assert options[0] in done.stderr
 
 
+@pytest.mark.parametrize("option", ["artifacts", "report", "json"])
+def test_a_place_that_cannot_be_written_to_is_known_before_the_run(
+    option: str, tmp_path: Path, good: Path
+) -> None:
+    tmp_path.joinpath("file").write_text("")
+    done, _ = run(tmp_path, "good.yaml", f"--kvcheck-{option}", "file/below/x")
+    assert done.returncode == 4, done.stdout
+    assert f"--kvcheck-{option}: expected a folder to write to, found not a directory" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_file_that_is_no_matrix_is_named(tmp_path: Path) -> None:
+    tmp_path.joinpath("other.yaml").write_text("family: x\n")
+    done, _ = run(tmp_path, "other.yaml")
+    assert done.returncode == 4, done.stdout
+    assert "other.yaml is no matrix: its first key is not `kvcheck`" in done.stdout
+    done, _ = run(tmp_path, "--kvcheck-matrix", "other.yaml")
+    assert done.returncode == 4, done.stdout
+    assert "--kvcheck-matrix: expected a matrix" in done.stderr
+
+
 def test_a_fault_for_an_engine_that_takes_none_is_refused(tmp_path: Path, good: Path) -> None:
     good.write_text(good.read_text().replace("family: good\n", "family: good\nengine: sglang\n"))
     done, cases = run(tmp_path, "good.yaml", "--kvcheck-plant", "double-free")

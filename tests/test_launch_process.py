@@ -96,7 +96,9 @@ def test_exactly_the_given_environment_arrives(tmp_path: Path) -> None:
 
 
 def test_a_program_that_cannot_be_executed_is_one_paragraph(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"expected to start '/no/such/program', found FileNotFoundError"):
+    with pytest.raises(
+        LaunchError, match=r"expected to start '/no/such/program', found no such file or directory; "
+    ):
         EngineProcess(["/no/such/program", "--flag"], os.environ, tmp_path / "engine.log")
 
 

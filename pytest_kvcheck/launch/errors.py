@@ -25,5 +25,6 @@ class LaunchError(Exception):
         self.log_path = log_path
         self.exit_status = exit_status
         where = [f"Full log: {log_path}"] if log_path else []
-        lines = [f"The last {len(self.tail)} lines of the log:", *(f"  | {line}" for line in self.tail)]
+        head = "The log's only line:" if len(self.tail) == 1 else f"The last {len(self.tail)} lines of the log:"
+        lines = [head, *(f"  | {line}" for line in self.tail)]
         super().__init__("\n".join([paragraph, *where, *(lines if self.tail else [])]))

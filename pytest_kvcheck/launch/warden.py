@@ -118,7 +118,8 @@ class Keeper:
                 preexec_fn=self._die_with_me,
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            report(event="failed", error=f"{type(error).__name__}: {error}")
+            plain = getattr(error, "strerror", None)
+            report(event="failed", error=plain.lower() if plain else f"{type(error).__name__}: {error}")
             return False
         self.engine = engine.pid
         engine.returncode = 0  # reaped below, with every orphan, and not by Popen
