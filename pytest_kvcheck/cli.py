@@ -74,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults.add_argument("--artifacts", type=Path, default=Path(".kvcheck"), help="where traces and logs go")
     faults.add_argument("--output", type=Path, help="write the table as Markdown (docs/detection.md)")
     replay = command("replay", _replay, "Run a trace's plan again: fixed (0), still failing (1), diverged (3)")
+    replay.add_argument(
+        "--scorer", metavar="transformers[=PYTHON]", help="judge with it too, as --kvcheck-scorer does"
+    )
     replay.add_argument("--times", type=int, default=3, help="runs that must pass for fixed (default: 3)")
     shrink = command("shrink", _shrink, "Minimise a failing trace: repro.py and issue.md beside it")
     shrink.add_argument("--probes", type=int, default=150, help="most runs of smaller plans (default: 150)")

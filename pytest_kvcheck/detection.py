@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from pytest_kvcheck.cells import Case
 from pytest_kvcheck.judge import Bench
@@ -13,7 +14,7 @@ from pytest_kvcheck.measure import Size, Subject, measure, reference_subjects, t
 from pytest_kvcheck.mutants import mutants, subjects_of
 from pytest_kvcheck.reach import REACH
 from pytest_kvcheck.report.results import CaseResult
-from pytest_kvcheck.settings import Settings
+from pytest_kvcheck.settings import Settings, scorer_of
 from pytest_kvcheck.shrink.case import shrink_case
 from pytest_kvcheck.workloads import WORKLOADS
 
@@ -42,7 +43,7 @@ def measure_command(faults: Sequence[Mapping[str, str]], chosen: argparse.Namesp
             python=chosen.python,
             device=chosen.device,
             artifacts=chosen.artifacts.resolve(),
-            scorer=chosen.scorer,
+            scorer=scorer_of(chosen.scorer, Path.cwd()),
         )
     )
     size = _sizes(bench) if chosen.shrink else None

@@ -79,6 +79,10 @@ def from_config(config: pytest.Config) -> Settings:
             raise pytest.UsageError(f"--kvcheck-url: {error}") from None
     path = value("python")
     report, json = value("report"), value("json")
+    try:
+        scorer = scorer_of(value("scorer"), start)
+    except ValueError as error:
+        raise pytest.UsageError(f"--kvcheck-{error}") from None
     return Settings(
         engine=cast("EngineName | None", engine),
         url=url,
@@ -96,7 +100,7 @@ def from_config(config: pytest.Config) -> Settings:
         plant=tuple(config.option.kvcheck_plant),
         silent=bool(config.option.kvcheck_silent),
         shrink=bool(config.option.kvcheck_shrink),
-        scorer=scorer_of(value("scorer"), start),
+        scorer=scorer,
     )
 
 
@@ -104,19 +108,15 @@ _INI = ("engine", "python", "device", "seed", "budget", "patience", "gpus", "art
 
 
 def scorer_of(text: str | None, start: Path) -> str | None:
-    """What ``--kvcheck-scorer`` says, its interpreter made absolute. Raises ``pytest.UsageError``."""
+    """What ``--kvcheck-scorer`` says, its interpreter made absolute. Raises ``ValueError``."""
     if text is None:
         return None
     name, given, path = text.partition("=")
     if name != "transformers" or (given and not path):
-        raise pytest.UsageError(
-            f"--kvcheck-scorer: expected transformers or transformers=PYTHON, found {text!r}"
-        )
+        raise ValueError(f"scorer: expected transformers or transformers=PYTHON, found {text!r}")
     python = str(start / Path(path).expanduser()) if "/" in path else shutil.which(path) if path else ""
     if path and not (python and os.access(python, os.X_OK)):
-        raise pytest.UsageError(
-            f"--kvcheck-scorer: expected an interpreter behind transformers=, found {path!r}"
-        )
+        raise ValueError(f"scorer: expected an interpreter behind transformers=, found {path!r}")
     return f"transformers={python}" if path else name
 
 

@@ -114,7 +114,7 @@ def test_float32_is_not_rounded() -> None:
 
 @pytest.mark.parametrize("given", ["torch", "transformers=", "transformers=/nowhere/python"])
 def test_an_option_that_names_no_scorer(given: str, tmp_path: Path) -> None:
-    with pytest.raises(pytest.UsageError, match=r"--kvcheck-scorer: expected .*transformers.*, found"):
+    with pytest.raises(ValueError, match=r"scorer: expected .*transformers.*, found"):
         scorer_of(given, tmp_path)
 
 

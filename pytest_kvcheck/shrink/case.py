@@ -31,12 +31,18 @@ def shrink_case(bench: Bench, case: Case, result: CaseResult, budget: Budget | N
 def shrink_trace(bench: Bench, case: Case, trace: Path, budget: Budget | None = None) -> Minimised | None:
     """As :func:`shrink_case`, from a trace with its verdict.
 
-    Raises ``ValueError`` where the trace holds no verdict or no fault.
+    Raises ``ValueError`` where the trace holds no verdict or no fault, or one that only another implementation
+    shows.
     """
     was = recorded(trace)
     target = worst(was.findings or ())
     if target is None:
         raise ValueError(f"{trace}: expected findings to minimise, found none")
+    if target.oracle == "scorer":
+        raise ValueError(
+            f"{trace}: expected a finding that the server alone shows, found one against another "
+            "implementation; `kvcheck replay --scorer transformers` runs it again"
+        )
     folder = trace.parent / FOLDER
     probe = BenchProbe(bench, case, target, folder / "probe")
     try:

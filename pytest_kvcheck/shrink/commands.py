@@ -15,7 +15,7 @@ from pytest_kvcheck.cells import Case
 from pytest_kvcheck.judge import Bench
 from pytest_kvcheck.launch.errors import LaunchError
 from pytest_kvcheck.report.summary import duration
-from pytest_kvcheck.settings import Settings
+from pytest_kvcheck.settings import Settings, scorer_of
 from pytest_kvcheck.shrink.case import FOLDER, shrink_trace
 from pytest_kvcheck.shrink.emit import ISSUE, REPRO
 from pytest_kvcheck.shrink.minimise import Budget, Minimised
@@ -109,7 +109,12 @@ def _recorded(chosen: argparse.Namespace) -> tuple[Recorded, Case]:
 
 @contextmanager
 def _bench(chosen: argparse.Namespace) -> Iterator[Bench]:
-    settings = Settings(url=chosen.url, python=chosen.python, artifacts=chosen.artifacts.resolve())
+    settings = Settings(
+        url=chosen.url,
+        python=chosen.python,
+        artifacts=chosen.artifacts.resolve(),
+        scorer=scorer_of(getattr(chosen, "scorer", None), Path.cwd()),
+    )
     bench = Bench(settings, lambda text: print(text, file=sys.stderr, flush=True))
     try:
         yield bench

@@ -40,6 +40,8 @@ def replay(was: Recorded, case: Case, bench: Bench, folder: Path, times: int) ->
         if new is not None and not faults:
             return Verdict(FAILING, f"failing now, it passed when it was recorded\n{new.paragraph()}")
         astray = astray or _astray(was, new, findings, list(facts.of_phase("workload")))
+        if not facts.scored and any(fault.oracle == "scorer" for fault in faults):
+            astray = astray or "only another implementation shows what was found: give --scorer transformers"
     if astray:
         return Verdict(DIVERGED, f"diverged: {astray}")
     if not faults:
