@@ -217,6 +217,8 @@ def test_the_legend_says_what_was_held_before_the_flush(tmp_path: Path) -> None:
         *(reading(10 + step / 500, 900, 0) for step in range(600)),
         did(2, "close", 12, "drain"),
         *(reading(13 + step / 500, 70, 30) for step in range(601)),
+        GaugeSample(t=10.05, source="log", pools=[PoolGauge(used=5000)]),
+        GaugeSample(t=14.5, source="log", pools=[PoolGauge(used=71)]),
         did(3, "generate", 15, "probe"),
         reading(15.5, 80, 40),
         did(4, "flush", 16, "drain"),

@@ -25,6 +25,8 @@ _ASKED = ("uncached", "protected", "session_held", "evictable")
 # What happens at one time, with the sign that stands for it.
 SIGNS = {"abort": "\u2715", "disconnect": "\u25cb", "retract": "\u25bc", "close": "\u25a1", "flush": "\u25c6"}
 _DRAWN = ("workload", "drain", "probe")
+# A line of the log is dated when it is read: so soon after the start, it may tell of what was before.
+LOG_LAG = 0.1
 # More would not be seen at this width, and every case of a long run has its drawing.
 _MOST_SAMPLES, _MOST_MARKERS, _MOST_OPERATIONS = 300, 200, 400
 
@@ -112,7 +114,8 @@ def _thinned(samples: Sequence[GaugeSample]) -> list[GaugeSample]:
 def _pool_chart(
     pool: str, samples: Sequence[GaugeSample], x: Callable[[float], float], judged: float
 ) -> PoolChart | None:
-    points = [(sample.t, gauge) for sample in samples if (gauge := sample.pool(pool)) is not None]
+    told = [(sample, gauge) for sample in samples if (gauge := sample.pool(pool)) is not None]
+    points = [(sample.t, gauge) for sample, gauge in told]
     rows = [(t, _parts(gauge)) for t, gauge in points]
     names = [name for name in PARTS if any(parts.get(name) for _, parts in rows)]
     if not rows:
@@ -120,7 +123,13 @@ def _pool_chart(
     peak = max(max(sum(parts.values()) for _, parts in rows), 1)
     step = _round(peak / 4)
     top = math.ceil(peak / step) * step
-    rest = max((at for at, (t, _) in enumerate(rows) if t <= judged), default=0)
+    # What was judged is the fullest reading, and no line of the log; others may be dated behind it.
+    full = [
+        (sample.source != "log", len(parts), at) if judged < math.inf else (False, 0, at)
+        for at, ((sample, _), (_, parts)) in enumerate(zip(told, rows, strict=True))
+        if sample.t <= judged
+    ]
+    rest = max(full, default=(False, 0, 0))[2]
     floor = [0] * len(rows)
     areas = []
     for name in names:
@@ -209,7 +218,11 @@ def timeline(lines: Iterable[Line], *, operations: bool) -> Timeline | None:
         first = min(workload)
         records = [record for record in records if record.phase in _DRAWN and record.started >= first]
         flushed = min((r.ended for r in records if _is_last_flush(r)), default=math.inf)
-        samples = [sample for sample in samples if first <= sample.t <= flushed]
+        samples = [
+            sample
+            for sample in samples
+            if first + (LOG_LAG if sample.source == "log" else 0) <= sample.t <= flushed
+        ]
     times = [sample.t for sample in samples] + [t for record in records for t in (record.started, record.ended)]
     if not times:
         return None
