@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from pytest_kvcheck.cells import ENGINE_NAMES, DeviceName
@@ -42,9 +43,11 @@ def main(name: str, programs: list[str]) -> int:
             file, *more = program.split()
             print(f"$ {file} {server.base_url} {' '.join(more)}", flush=True)
             ended = subprocess.run([sys.executable, str(HERE / file), server.base_url, *more]).returncode
-            fatal = server.first_fatal()
-            print(f"exit {ended}; the server {'lives' if server.alive() else 'is gone'}", flush=True)
-            print(f"its log: {fatal.text}" if fatal else "nothing fatal in its log", flush=True)
+            until = time.monotonic() + (10 if ended else 0)  # a crash takes some seconds to be told
+            while server.first_fatal() is None and time.monotonic() < until:
+                time.sleep(0.5)
+            said = [event.text for event in server.log_events() if event.meaning in ("leak", "fatal")]
+            print(f"exit {ended}; its log: {'; '.join(said[:2]) or 'nothing fatal'}", flush=True)
             worst = ended or worst
     return worst
 
