@@ -212,6 +212,17 @@ def served(number: int, at: float, wait: float = 0.2, lasts: float = 1.0) -> OpR
     )
 
 
+def twice(cached: int) -> list[OpRecord]:
+    """A prompt of eight tokens, and the same one later, of which so many were cached."""
+    return [
+        op_record(
+            "generate", at, at=at * 5.0, input_ids=tuple(range(20, 28)),
+            reply=Reply(finish="length", output_ids=[1], cached_tokens=cached if at else 0),
+        )
+        for at in range(2)
+    ]  # fmt: skip
+
+
 def starving(number: int = 50, at: float = 1.0, lasts: float = 60.0, **fields: Any) -> OpRecord:
     reply = Reply(finish="timeout", output_ids=fields.pop("output_ids", []))
     return op_record("turn", number, session="s", label="s turn 2", at=at, lasts=lasts, reply=reply, **fields)
@@ -320,6 +331,7 @@ def test_a_cell_may_excuse_it_and_an_unknown_name_is_said() -> None:
         ("close_in_flight", [*turns({}), op_record("close", 9, session="s", at=0.5, lasts=0.1)], {}),
         ("cached_turn", turns({}, {}), {}),
         ("cached_prefix", [op_record("generate", 1, reply=Reply(finish="length", cached_tokens=9))], {}),
+        ("evicted_prefix", twice(cached=0), {}),
         ("speculation", turns({"spec_verify_steps": 3}), {}),
         (
             "session_timeout",
@@ -341,6 +353,11 @@ def test_each_thing_is_counted_when_it_happens_and_only_then(
     assert facts.exercised[name] > 0
     quiet, _ = exercised([served(1, 0.0)], name)
     assert [f.status for f in quiet] == ["unexercised"]
+
+
+def test_a_prompt_that_is_still_cached_was_not_evicted() -> None:
+    _, facts = exercised(twice(cached=7), "evicted_prefix")
+    assert facts.exercised["evicted_prefix"] == 0
 
 
 def test_retractions_of_nobody_do_not_count() -> None:

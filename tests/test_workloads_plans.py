@@ -26,6 +26,8 @@ UPSTREAM = (
 )
 EXERCISES = {
     "retract",
+    "cached_prefix",
+    "evicted_prefix",
     "chunked_prefill",
     "mixed_chunk",
     "abort_mid_decode",

@@ -145,6 +145,22 @@ def _speculation(facts: CaseFacts) -> int:
     )
 
 
+def _evicted(facts: CaseFacts) -> int:
+    """Requests that begin with a whole prompt of before, and found less of it than a page short of all."""
+    page = facts.cell.features.page_size
+    done: dict[tuple[int, ...], float] = {}
+    count = 0
+    for record in sorted(_asked(facts), key=lambda record: record.started_seq):
+        if record.op.kind != "generate" or record.reply.finish not in FINISHED:
+            continue
+        ids, cached = record.op.input_ids, record.reply.cached_tokens
+        ended = done.get(ids)
+        if ended is not None and ended < record.started and cached is not None:
+            count += cached < (len(ids) - 1) // page * page
+        done.setdefault(ids, record.ended)
+    return count
+
+
 # What can be exercised: how it is counted, and how to reach it.
 COUNTERS: dict[str, tuple[Callable[[CaseFacts], int], str]] = {
     "retract": (_retract, "run at least two requests at once for longer than the retract interval"),
@@ -179,6 +195,7 @@ COUNTERS: dict[str, tuple[Callable[[CaseFacts], int], str]] = {
         lambda facts: sum(r.op.kind == "generate" and bool(r.reply.cached_tokens) for r in _asked(facts)),
         "send the same prompt twice, longer than a page",
     ),
+    "evicted_prefix": (_evicted, "send more prompts than the pool holds, and the first of them again"),
     "stopped": (
         lambda facts: sum(r.reply.finish == "stop" and bool(r.op.stop_ids) for r in _asked(facts)),
         "give stop ids that the model samples before the request's length",

@@ -19,6 +19,8 @@ from pytest_kvcheck.workloads.base import (
 APPEND = 16
 # Above it, filling the pool would take longer than it is worth.
 GREATEST_PINNED = 16384
+# Prompts of evict-return that nobody asks for until they are the longest unused.
+LEFT_ALONE = 3
 
 
 def _row_starvation(context: WorkloadContext) -> Plan:
@@ -81,6 +83,56 @@ def _pinned_applies(cell: Cell, params: Numbers) -> str | None:
     if size < 8 or count + 1 > cell.features.max_running:
         return f"needs max_running > {count} and a pool of many pages"
     return server_sessions(cell)
+
+
+def _evict_return(context: WorkloadContext) -> Plan:
+    """More prompts than the pool holds, so that some are evicted; early ones come again, whole and in part.
+
+    Long prompts and short ones in turn: of long ones a sliding window keeps only the ends. A session lives
+    through it: what it holds must not be evicted.
+    """
+    plan = context.builder("evict-return")
+    pool = context.cell.features.pool_tokens or 0
+    plan.open("s0")
+    plan.turn("s0", context.opening(APPEND), 4, logprobs="output", label="turn before")
+    plan.fence()
+    for round_ in range(context.rounds):
+        here = f"round {round_ + 1}"
+        size = _fill(context.cell, parts=12 if round_ % 2 == 0 else 120)
+        prompts = [plan.ids(size) for _ in range(-(-pool * 3 // (2 * size)))]
+        every = max(2, len(prompts) // 9)
+        for at, prompt in enumerate(prompts):
+            plan.generate(prompt, 4, label=f"{here} fills {at}")
+            if at % every == every - 1 and at > LEFT_ALONE:
+                old = prompts[plan.between(LEFT_ALONE, at - 1)]
+                plan.generate(old, 4, logprobs="output", label=f"{here} again {at}")
+                part = old[: plan.between(1, size)] + plan.ids(3)
+                plan.generate(part, 4, logprobs="output", label=f"{here} part {at}")
+            if at % 4 == 3:
+                plan.fence()
+        plan.fence()
+        for at in range(LEFT_ALONE):
+            plan.generate(prompts[at], 4, logprobs="output", label=f"{here} evicted {at}")
+        plan.fence()
+        plan.turn("s0", APPEND, 4, logprobs="output", label=f"turn after round {round_ + 1}")
+        plan.fence()
+    plan.close("s0")
+    return context.plan(plan, "evicted_prefix", "cached_prefix")
+
+
+def _fill(cell: Cell, parts: int) -> int:
+    """Tokens of one prompt: so small a part of the pool and a ragged end, or what has room."""
+    pool, page = cell.features.pool_tokens or 0, cell.features.page_size
+    return min(max(pool // parts, page) // page * page + 3, share(cell, 6) - 8)
+
+
+def _evict_applies(cell: Cell, params: Numbers) -> str | None:
+    pool = cell.features.pool_tokens
+    if pool is None or pool > GREATEST_PINNED:
+        return f"needs pool_tokens <= {GREATEST_PINNED}, the cell has {pool or 'as many as fit'}"
+    if not cell.features.prefix_cache:
+        return "needs the prefix cache"
+    return room(cell, 6, max(2 * cell.features.page_size, APPEND * (1 + int(params["rounds"]))))
 
 
 def _soak(context: WorkloadContext) -> Plan:
@@ -160,6 +212,13 @@ PRESSURE = (
         _pinned_pool,
         {"rounds": 2},
         _pinned_applies,
+    ),
+    Workload(
+        "evict-return",
+        "More prompts than the pool holds, beside a session; evicted ones come again, whole and in part.",
+        _evict_return,
+        {"rounds": 2},
+        _evict_applies,
     ),
     Workload(
         "soak-baseline",
