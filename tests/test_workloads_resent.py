@@ -47,3 +47,6 @@ def test_what_cannot_be_cached_is_not_demanded() -> None:
     small = cell(page_size=256, pool_tokens=32768, max_running=4)
     plan = make_plan("row-starvation", small, vocab_size=512, seed=1, sessions="resent")
     assert "cached_turn" not in plan.must_exercise
+    nothing = cell(page_size=32, pool_tokens=32768, prefix_cache=False)
+    plan = make_plan("kv-inheritance", nothing, vocab_size=512, seed=1, sessions="resent")
+    assert "cached_turn" not in plan.must_exercise

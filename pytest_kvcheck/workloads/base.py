@@ -68,7 +68,8 @@ class WorkloadContext:
     def plan(self, builder: PlanBuilder, *must_exercise: str) -> Plan:
         """The finished plan; its parameters say how many rounds there really are.
 
-        A cached turn is not demanded of a plan whose histories, sent again, never fill a page.
+        A cached turn is not demanded of a plan whose histories, sent again, never fill a page, nor without a
+        prefix cache.
         """
         if self.sessions == "resent" and not self._fills_a_page(builder):
             must_exercise = tuple(name for name in must_exercise if name != "cached_turn")
@@ -82,7 +83,9 @@ class WorkloadContext:
         )
 
     def _fills_a_page(self, builder: PlanBuilder) -> bool:
-        """Whether some turn follows on a history of more pages than it takes for a hit."""
+        """Whether some turn follows on a history of more pages than it takes for a hit, and hits are possible."""
+        if not self.cell.features.prefix_cache:
+            return False
         history: dict[str, int] = {}
         for op in builder.operations:
             if op.kind != "turn" or op.session is None or op.expect != "finish":
