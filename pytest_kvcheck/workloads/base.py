@@ -83,7 +83,7 @@ class WorkloadContext:
         )
 
     def _fills_a_page(self, builder: PlanBuilder) -> bool:
-        """Whether some turn follows on a history of more pages than it takes for a hit, and hits are possible."""
+        """Whether hits are possible, and some turn follows on a history of more pages than one takes."""
         if not self.cell.features.prefix_cache:
             return False
         history: dict[str, int] = {}
