@@ -54,6 +54,7 @@ REACH: Mapping[str, Reach] = {
     "lock-never-released": Reach("plain", STRESS),
     "double-free": Reach("page-16", STRESS),
     "close-in-flight-leak": Reach("plain", WorkloadRef("close-in-flight")),
+    "refusal-frees-session": Reach("plain", WorkloadRef("overlapping-turn")),
     "session-timeout-leak": Reach("plain", WorkloadRef("session-timeout")),
     "cached-tokens-off-by-one": Reach("plain", WorkloadRef("kv-inheritance")),
     "stale-kv-slot": Reach("plain", WorkloadRef("kv-inheritance")),

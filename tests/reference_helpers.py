@@ -108,10 +108,18 @@ class Client:
         self.scheduler = self.engine.scheduler
         self.number = 0
 
-    def send(self, ids: list[int], max_new: int = 8, session: str | None = None, **more: Any) -> Request:
+    def send(
+        self,
+        ids: list[int],
+        max_new: int = 8,
+        session: str | None = None,
+        stop: frozenset[int] = frozenset(),
+        **more: Any,
+    ) -> Request:
         """Queue a request with log-probs of its output."""
         self.number += 1
-        request = Request(f"r{self.number:06d}", list(ids), Sampling(max_new), logprobs=True, **more)
+        sampling = Sampling(max_new, stop=stop)
+        request = Request(f"r{self.number:06d}", list(ids), sampling, logprobs=True, **more)
         self.scheduler.submit(request, session)
         return request
 

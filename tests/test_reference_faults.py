@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from reference_helpers import (
+    VOCAB,
     Client,
     tokens,
     worst_difference,
@@ -20,6 +22,7 @@ from reference_helpers import (
 from pytest_kvcheck.reference.engine import Options, Speculation
 from pytest_kvcheck.reference.faults import TABLE, Faults
 from pytest_kvcheck.reference.memcheck import MemoryFault
+from pytest_kvcheck.reference.scheduler import Rejected
 
 Scenario = Callable[[Client, random.Random], str]
 SCENARIOS: dict[str, tuple[dict[str, Any], str, Scenario]] = {}
@@ -224,6 +227,55 @@ def swa_cursor_uncapped(client: Client, rng: random.Random) -> str:
     return ""
 
 
+def one_request(client: Client, rng: random.Random, size: int) -> str:
+    """A plain prompt of that size; what a forward pass without any cache says against its log-probs."""
+    request = client.send(tokens(rng, size), 8)
+    client.drain()
+    worst = worst_difference(client.scheduler.executor.model, request.prompt, request)
+    return "" if worst < 1e-4 else f"log-prob off by {worst}"
+
+
+@scenario("log-prob", swa=True)
+def window_short(client: Client, rng: random.Random) -> str:
+    return one_request(client, rng, 60)
+
+
+@scenario("log-prob")
+def rope_clamped(client: Client, rng: random.Random) -> str:
+    return one_request(client, rng, 300)
+
+
+@scenario("cached_tokens", draft=True)
+def stop_overshoot_kept(client: Client, rng: random.Random) -> str:
+    """Turns that end at a stop id, often in the middle of what was accepted."""
+    for _ in range(20):
+        session, history = client.open(), 0
+        for _ in range(6):
+            stop = frozenset(rng.sample(range(3, VOCAB), VOCAB // 6))
+            turn = client.send(tokens(rng, 9), 24, session, stop=stop)
+            client.drain()
+            if history and turn.cached not in (history, history - 1):
+                return f"cached_tokens {turn.cached}, expected {history}"
+            history = len(turn.prompt) + len(turn.output)
+        client.scheduler.close_session(session)
+    client.drain()
+    return f"used {client.used}" if client.used else ""
+
+
+@scenario("Full Pool Mem Leak")
+def refusal_frees_session(client: Client, rng: random.Random) -> str:
+    session, _ = two_turns(client, rng)
+    client.send(tokens(rng, 10), 30, session)
+    client.steps(4)
+    taken = 0
+    for _ in range(2):
+        with contextlib.suppress(Rejected):
+            client.send(tokens(rng, 8), 4, session)
+            taken += 1
+    client.drain()
+    return f"taken: {taken} turns beside one that ran" if taken else ""
+
+
 @scenario("SWA Pool Mem Leak", swa=True, page_size=32, chunk=64)
 def swa_page_ge_window(client: Client, rng: random.Random) -> str:
     return turns(client, rng, 4)
@@ -283,7 +335,7 @@ HARMLESS = {"lent-slot-double-count"}
 @pytest.mark.parametrize("name", sorted(SCENARIOS.keys() - HARMLESS))
 def test_silent_engine_lives_and_the_client_sees_it(name: str, models: Path) -> None:
     said = seen(name, models, (name,), silent=True)
-    assert said.startswith(("used", "cached_tokens", "prompt_tokens", "log-prob", "stuck"))
+    assert said.startswith(("used", "cached_tokens", "prompt_tokens", "log-prob", "stuck", "taken"))
 
 
 def test_unknown_fault_names_the_known_ones() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pytest_kvcheck.ledger import sessions
 from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.observe.timeline import READ_DELAY, explain_break, pool_of, unaccounted
+from pytest_kvcheck.operations import OVERLAP
 from pytest_kvcheck.oracles.base import CaseFacts
 from pytest_kvcheck.oracles.common import (
     closed_in_flight,
@@ -22,6 +23,7 @@ from pytest_kvcheck.trace import OpRecord
 
 # How a request went, the kind of fault that this points to, and the words for it; gravest suspicion first.
 WAYS: tuple[tuple[str, str], ...] = (
+    ("taken beside another turn", "K07"),
     ("closed in flight", "K09"),
     ("timed out", "K09"),
     ("disconnected", "K04"),
@@ -54,6 +56,11 @@ def candidates(facts: CaseFacts) -> dict[str, list[OpRecord]]:
         r.op.target for r in facts.of_phase("workload") if r.op.kind == "abort" and r.reply.finish == "stop"
     }
     found = {
+        "taken beside another turn": [
+            r
+            for r in asked
+            if r.op.invalid == OVERLAP and (r.reply.finish in ("length", "stop") or r.op.id in cut)
+        ],
         "closed in flight": closed_in_flight(facts),
         "timed out": timed_out_sessions(facts),
         "disconnected": [r for r in asked if r.reply.finish in ("disconnected", "timeout")],

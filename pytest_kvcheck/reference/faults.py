@@ -30,6 +30,7 @@ TABLE: tuple[Fault, ...] = (
     Fault("lock-never-released", "K10", "a finished request's lock on its cached prefix is never released"),
     Fault("double-free", "K12", "the last page of a finished request is freed twice"),
     Fault("close-in-flight-leak", "K09", "a session closed during a turn never frees its KV"),
+    Fault("refusal-frees-session", "K07", "a turn that is refused clears the mark of the one that still runs"),
     Fault("session-timeout-leak", "K09", "a session that timed out never frees its KV"),
     Fault("cached-tokens-off-by-one", "K19", "a turn reports one more cached token than it inherited"),
     Fault(

@@ -122,6 +122,8 @@ class Scheduler:
             if session is None or session.closing:
                 raise Rejected(f"Invalid request: session id {session_id} does not exist")
             if session.turn is not None:
+                if self.faults.on("refusal-frees-session"):
+                    session.turn = None
                 raise Rejected("Streaming session already has an active request.")
             if request.refused is not None:
                 raise Rejected(request.refused)
