@@ -173,10 +173,11 @@ class Examination:
                 break
         if served and not home(facts.idle, facts.baseline):
             self._run(replay.pins_plan(self.records).operations, "probe")
-            facts.kept = self._overwrite(facts)
         for attempt in (1, 2):
             if not served or self._row_probe(attempt, "after"):
                 break
+        if served and not home(facts.idle, facts.baseline):
+            facts.kept = self._overwrite(facts)
         return served
 
     def _overwrite(self, facts: CaseFacts) -> list[StoredBlock] | None:
@@ -185,10 +186,15 @@ class Examination:
         pool = facts.idle.pool("full") if facts.idle is not None else None
         if before is None or pool is None or pool.total is None or pool.used is None:
             return None
-        plan = replay.overwrite_plan(self.case.cell, self.bed.vocab_size, self.seed, pool.total - pool.used)
-        done = self._run(plan.operations, "probe")
+        room, deadline = pool.total - pool.used, self.patience.answer
+        plan = replay.overwrite_plan(self.case.cell, self.bed.vocab_size, self.seed, room, deadline)
+        if not plan.operations:
+            return None
+        for op in plan.operations:
+            if any(record.reply.finish != "length" for record in self._run([op], "probe")):
+                return None
         after = self.engine.stored_blocks()
-        if after is None or not done or any(record.reply.finish != "length" for record in done):
+        if after is None or not self.server.alive():
             return None
         kept = [block for key, block in after.items() if before.get(key) is block]
         told = [{"tokens": len(block.prefix()), "users": block.users} for block in kept]

@@ -221,7 +221,7 @@ def test_fresh_tokens_fill_all_that_may_be_overwritten(page: int) -> None:
     block = max(page, 64)
     assert sum(len(op.input_ids) // block * block for op in plan.operations) >= 16000
     assert len({op.input_ids[:block] for op in plan.operations}) == len(plan.operations)
-    assert all(len(op.input_ids) + op.max_new_tokens < 1024 for op in plan.operations)
+    assert all(len(op.input_ids) + op.max_new_tokens < 1024 and not op.after for op in plan.operations)
 
 
 @pytest.mark.parametrize("room", [0, 32, MOST_OVERWRITTEN + 1])

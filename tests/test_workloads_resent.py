@@ -37,6 +37,12 @@ def test_with_a_draft_it_fills_one_more_that_is_computed_anew(name: str, page: i
     assert "cached_turn" in plan.must_exercise
 
 
+def test_without_a_prefix_cache_no_cached_turn_is_demanded() -> None:
+    one = cell(page_size=32, pool_tokens=32768, prefix_cache=False)
+    plan = make_plan("nth-mid-abort", one, vocab_size=512, seed=1, sessions="resent")
+    assert plan.must_exercise == ("abort_mid_decode",)
+
+
 def test_sessions_of_the_server_keep_their_short_turns() -> None:
     plan = make_plan("kv-inheritance", cell(page_size=256, pool_tokens=32768), vocab_size=512, seed=1)
     assert [len(op.input_ids) for op in plan.operations if op.kind == "turn"] == [24, 8, 8]

@@ -294,9 +294,10 @@ def _spread_ids(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return prompts[::step]
 
 
-def overwrite_plan(cell: Cell, vocab: int, seed: int, room: int) -> Plan:
-    """Prompts that no cache holds, one after another, until everything that may be overwritten was: ``room``
-    tokens. Run it in phase ``probe`` where memory is missing, behind the verdict and before any flush.
+def overwrite_plan(cell: Cell, vocab: int, seed: int, room: int, deadline: float = 60.0) -> Plan:
+    """Prompts that no cache holds, enough to overwrite all that may be: ``room`` tokens. Run it in phase
+    ``probe`` where memory is missing, behind all other probes and before any flush; one operation at a time,
+    and only for as long as they finish, since a server may lose memory with each.
 
     Without operations where that would be too much.
     """
@@ -307,9 +308,9 @@ def overwrite_plan(cell: Cell, vocab: int, seed: int, room: int) -> Plan:
     if length > page and room <= MOST_OVERWRITTEN:
         rng = random.Random(f"overwrite {seed}")
         # Each leaves a part of its last page, which the next one takes first.
-        for number in range(room // (length - page) + 2):
-            op = _generate(_prompt(rng, length, vocab), 1, f"overwrite {number}")
-            chain.add(replace(op, logprobs="none"))
+        count = room // (length - page) + 2
+        ops = (_generate(_prompt(rng, length, vocab), 1, f"overwrite {at}", deadline) for at in range(count))
+        chain.together(replace(op, logprobs="none") for op in ops)
     return chain.plan("overwrite", seed)
 
 
