@@ -80,6 +80,7 @@ def test_vllm_gets_stop_ids_and_samples() -> None:
     op = vllm_helpers.operation(stop_ids=(7, 9), samples=3, stream=False)
     body = vllm_wire.request_call(op, "r", []).json
     assert (body["stop_token_ids"], body["n"], body["ignore_eos"]) == ([7, 9], 3, True)
+    assert (body["temperature"], body["top_p"]) == (1, 1e-9), "several answers of temperature 0 are refused"
     turn = vllm_helpers.operation("turn", session="s", stop_ids=(7,))
     assert vllm_wire.session_call(turn, "r", "s").json["stop_token_ids"] == [7]
 

@@ -22,6 +22,8 @@ from pytest_kvcheck.trace import Finish, Reply
 # No vocabulary has this token: every release refuses a bias on it, after parsing and before scheduling. An
 # unknown *prompt* id would do too, but without a tokenizer (as our models run) it kills vLLM's engine core.
 REFUSED_BIAS = {"2147483647": 1.0}
+# Leaves the likeliest token only: its own probability is never as small.
+LIKELIEST = 1e-9
 # log_softmax may round a certainty to a hair above zero.
 POSITIVE_SLACK = 1e-5
 # vLLM writes minus infinity as this number, because JSON has none.
@@ -49,7 +51,9 @@ def request_call(op: Operation, rid: str, history: Sequence[int], named: bool = 
     if op.stop_ids:
         body["stop_token_ids"] = list(op.stop_ids)
     if op.samples > 1:
-        body["n"] = op.samples
+        # vLLM refuses several answers of temperature 0; to sample from the likeliest token only is as greedy.
+        # Not by top_k: on a CPU that ends a server which speculates (docs/findings/vllm-speculated-top-k.md).
+        body |= {"n": op.samples, "temperature": 1, "top_p": LIKELIEST}
     if op.stream:
         body["stream_options"] = {"include_usage": True}
     if op.kind == "score" or op.logprobs != "none":

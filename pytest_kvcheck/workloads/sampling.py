@@ -104,7 +104,7 @@ SAMPLING = (
         "parallel-samples",
         "Groups of two to four answers to one prompt, beside sessions; the client of one group leaves.",
         _parallel_samples,
-        {"sessions": 2, "rounds": 2, "max_new_tokens": 12, "left_tokens": 400},
+        {"sessions": 2, "rounds": 2, "max_new_tokens": 12, "left_tokens": 800},
         lambda cell, params: room(
             cell,
             at_once(cell, int(params["sessions"]) + sum(GROUPS) + LEFT),
