@@ -74,8 +74,8 @@ class _Fuzz:
         self.prompts: list[tuple[int, ...]] = []
         self.opened = self.plain = 0
         self.stop_ids = plan.stop_ids()
-        # Speculating vLLM on a CPU gives wrong tokens beside sampled requests (docs/findings/vllm-55005.md), and
-        # several samples in no other way: fuzz would find that and nothing else.
+        # Speculating vLLM on a CPU gives wrong tokens beside sampled requests (docs/findings/vllm-55005.md),
+        # and several samples in no other way: fuzz would find that and nothing else.
         self.groups = context.cell.engine != "vllm" or features.speculative is None
         self.refuses = False
 
