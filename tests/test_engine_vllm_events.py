@@ -163,6 +163,18 @@ def test_several_owners_are_named_those_with_the_most_first() -> None:
     assert any("3 of request 3" in text and "1 of request 2" in text for text in found.evidence)
 
 
+def test_preemptions_that_were_only_counted_are_suspected_beside_the_owner() -> None:
+    facts = facts_of(
+        [request(1, (1, 2, 3, 4))],
+        make_cell(page_size=2),
+        baseline=sample(retracted_total=0),
+        idle=sample(gauges(used=4), retracted_total=9),
+        kept=chain((1, 2, 3, 4), ["r1"]),
+    )
+    (found,) = judge_conservation(facts)
+    assert (found.kind, found.owner) == ("K05", "request 1")
+
+
 def test_a_block_of_nobody_names_nobody() -> None:
     assert leak_of([StoredBlock((), None, ["who"])]).owner is None
 

@@ -75,7 +75,7 @@ def attribute(facts: CaseFacts, pool: str, tokens: int | None, rows: int | None 
     ways = candidates(facts)
     found = _by_blocks(facts, pool, tokens, ways)
     if found is not None:
-        return found
+        return _with_preemptions(facts, ways, found)
     for attempt in (_by_series, _by_release, _by_amount):
         found = attempt(facts, pool, tokens, ways)
         if found is not None:
