@@ -174,6 +174,9 @@ def test_what_may_be_gone_is_not_demanded() -> None:
     assert expected_cached(100, 120, cell(retract=Retract()), 32, KvGroups()) == (0, 96)
     assert expected_cached(100, 120, cell(), 32, KvGroups(1, 3, 64)) == (0, 96)
     assert expected_cached(100, 120, cell(speculative=CHAIN), 32, KvGroups()) == (64, 96)
+    # Where the last step accepted drafts across the end of a block, the block was never cached.
+    assert expected_cached(129, 141, cell(speculative=CHAIN), 32, KvGroups()) == (64, 128)
+    assert expected_cached(132, 144, cell(speculative=CHAIN), 32, KvGroups()) == (96, 128)
     assert expected_cached(100, 120, cell(prefix_cache=False), 32, KvGroups()) == (0, 0)
 
 

@@ -275,16 +275,18 @@ def expected_cached(
     """The legal ``cached_tokens`` of a resent turn (see :meth:`Engine.expected_cached`).
 
     Only whole blocks are cached. The last token of a turn was sampled but not computed, and the last token of a
-    prompt is computed anew, so neither end counts. EAGLE computes the last block that hits anew. Where the pool
-    is so small that requests preempt each other, and where sliding-window layers keep few blocks, any of it may
-    be gone.
+    prompt is computed anew, so neither end counts. A block is cached when a step begins, by the tokens that are
+    sure then: drafts that the last step accepts do not count. EAGLE computes the last block that hits anew.
+    Where the pool is so small that requests preempt each other, and where sliding-window layers keep few
+    blocks, any of it may be gone.
     """
     want = cell.features
     if not want.prefix_cache:
         return 0, 0
     size = block or block_size(want.page_size, cell.device)
     most = (sent - 1) // size * size
-    least = min(most, max(previous - 1, 0) // size * size)
+    drafts = want.speculative.steps if want.speculative is not None else 0
+    least = min(most, max(previous - 1 - drafts, 0) // size * size)
     if want.speculative is not None and want.speculative.algorithm.upper() != "NGRAM":
         least = max(0, least - size)
     if want.retract is not None or groups.sliding:
