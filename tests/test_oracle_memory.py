@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as changed
 from oracle_helpers import account, event, facts_of, gauges, make_cell, op_record, promises, sample
 
 from pytest_kvcheck.oracles import judge
@@ -12,7 +13,7 @@ from pytest_kvcheck.oracles.base import ServerFacts
 from pytest_kvcheck.oracles.conservation import judge_conservation
 from pytest_kvcheck.oracles.engine_log import judge_engine_log
 from pytest_kvcheck.oracles.residue import judge_residue
-from pytest_kvcheck.oracles.rows import judge_rows
+from pytest_kvcheck.oracles.rows import judge_rows, read_probe
 from pytest_kvcheck.oracles.soak import judge_soak
 from pytest_kvcheck.trace import GaugeSample, OpRecord, PoolGauge, Reply
 
@@ -233,6 +234,19 @@ def test_requests_that_are_held_up_on_their_way_are_no_missing_rows() -> None:
     for record in (late[1], late[9]):
         record.first_token = record.ended - 1.0
     assert judge_rows(facts_of(late)) == []
+
+
+def test_answers_that_a_starved_front_end_hands_out_whole_are_no_missing_rows() -> None:
+    """As seen on a clean vLLM whose front end had no core: all in one burst behind the first end."""
+    burst = []
+    for number, record in enumerate([*probe(1, 8, 8), *probe(2, 8, 8)]):
+        end = 10.0 + number
+        first = 5.0 if number == 8 else end - 0.5
+        burst.append(changed(record, first_token=first / 100, ended=end / 100))
+    for number in range(8):
+        burst[number] = changed(burst[number], first_token=0.1 + number / 50, ended=0.11 + number / 50)
+    assert [p.peak for p in map(read_probe, (burst[:8], burst[8:])) if p] == [1, 1]
+    assert judge_rows(facts_of(burst)) == []
 
 
 def test_rows_that_an_engine_keeps_for_itself_are_not_missing() -> None:

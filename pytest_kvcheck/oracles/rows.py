@@ -11,19 +11,23 @@ from pytest_kvcheck.oracles.owner import attribute
 from pytest_kvcheck.trace import OpRecord
 
 NAME = "rows"
+# A request that waited for a row takes at least this share of the time that the first ones took.
+WAVE = 0.15
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
     """One probe. ``peak``: the greatest number that ran side by side; ``turned_away``: requests that were sent
     and got their first token only after another one had ended. ``prompt``: the rest all had theirs in the first
-    half of the time until then, so admission itself was not what took so long.
+    half of the time until then, so admission itself was not what took so long. ``second_wave``: those that were
+    turned away ran after the others; a starved front end that hands out whole answers at once shows none of it.
     """
 
     sent: int
     peak: int
     turned_away: int
     prompt: bool
+    second_wave: bool
 
 
 def read_probe(records: list[OpRecord]) -> Probe | None:
@@ -33,13 +37,17 @@ def read_probe(records: list[OpRecord]) -> Probe | None:
     first_end = min(record.ended for record in records)
     starts = [(record.first_token or 0.0, record.ended) for record in records]
     peak = max(sum(begin <= at < end for begin, end in starts) for at, _ in starts)
-    late = sum(
-        begin >= first_end and record.started < first_end
-        for record, (begin, _) in zip(records, starts, strict=True)
-    )
+    late = [
+        (begin, end)
+        for record, (begin, end) in zip(records, starts, strict=True)
+        if begin >= first_end and record.started < first_end
+    ]
     sent = min(record.started for record in records)
     admitted = max((begin for begin, _ in starts if begin < first_end), default=first_end)
-    return Probe(len(records), peak, late, admitted - sent <= (first_end - sent) / 2)
+    # Alone in its batch a request may run faster than among many, but not without taking time.
+    least = WAVE * (first_end - admitted)
+    wave = all(end - begin >= least and end - first_end >= least for begin, end in late)
+    return Probe(len(records), peak, len(late), admitted - sent <= (first_end - sent) / 2, wave and least > 0)
 
 
 def judge_rows(facts: CaseFacts) -> list[Finding]:
@@ -64,7 +72,11 @@ def judge_rows(facts: CaseFacts) -> list[Finding]:
     rows = max(before) if before else min(probe.sent for probe in after)
     missing = {rows - probe.peak for probe in after}
     # On a fast server the shorter probe is over almost as soon as everyone was let in: the longer one tells.
-    clean = all(probe.turned_away == probe.sent - probe.peak for probe in after) and after[-1].prompt
+    clean = (
+        all(probe.turned_away == probe.sent - probe.peak for probe in after)
+        and after[-1].prompt
+        and after[-1].second_wave
+    )
     if len(missing) != 1 or not clean or (lost := missing.pop()) <= 0:
         return []
     why = attribute(facts, "rows", None, lost)
