@@ -29,6 +29,7 @@ class FakeServer:
         self.calls: list[tuple[str, Json]] = []
         self.sessions: dict[str, list[int]] = {}
         self.in_flight: dict[str, int] = {}
+        self.busy: set[str] = set()  # sessions whose turn runs
         self.peak = 0
         self.aborted: set[str] = set()
         self.left: list[str] = []
@@ -94,7 +95,11 @@ class FakeServer:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body: Json = await request.json()
         self.bodies.append(body)
-        rid = body["rid"]
+        rid, session = body["rid"], body.get("session_params", {}).get("id")
+        if session in self.busy:
+            message = "Streaming session already has an active request."
+            return web.json_response({"error": {"message": message}}, status=400)
+        self.busy |= {session} if session else set()
         self.in_flight[rid] = 0
         self.peak = max(self.peak, len(self.in_flight))
         try:
@@ -104,6 +109,7 @@ class FakeServer:
             raise
         finally:
             del self.in_flight[rid]
+            self.busy.discard(session)
 
     async def _answer(self, request: web.Request, body: Json, how: str) -> web.StreamResponse:
         session = body.get("session_params", {}).get("id")
