@@ -80,7 +80,7 @@ def test_a_worker_that_dies_later(tmp_path: Path) -> None:
     scorer = TransformersScorer("/models/some", script(tmp_path, hello))
     with pytest.raises(ScorerError, match=r"went away.*killed"):
         scorer.score([1])
-    with pytest.raises(ScorerError, match="is gone|went away"):
+    with pytest.raises(ScorerError, match=r"is gone|went away"):
         scorer.score([1])
     scorer.close()
     scorer.close()
