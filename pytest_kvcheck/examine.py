@@ -24,7 +24,7 @@ from pytest_kvcheck.oracles import logprobs, rows
 from pytest_kvcheck.oracles.base import CaseFacts
 from pytest_kvcheck.oracles.references import Emitted, References, emitted
 from pytest_kvcheck.rest import HASTY, PATIENT, Bed, home, settle
-from pytest_kvcheck.trace import GaugeSample, Note, OpRecord, Phase, PoolGauge, TraceWriter
+from pytest_kvcheck.trace import FINISHED, GaugeSample, Note, OpRecord, Phase, PoolGauge, TraceWriter
 from pytest_kvcheck.workloads import replay
 from pytest_kvcheck.workloads.plan import open_sessions
 from pytest_kvcheck.workloads.runner import Runner
@@ -168,7 +168,7 @@ class Examination:
         for attempt in (1, 2) if nudged[-1:] != ["timeout"] else (2,):
             canary = replay.canary_plan(cell, vocab, self.seed, attempt, deadline=self.patience.answer)
             done = self._run(canary.operations, "probe")
-            served = all(record.reply.finish in ("length", "stop") for record in done)
+            served = all(record.reply.finish in FINISHED for record in done)
             if served:
                 break
         if served and not home(facts.idle, facts.baseline):

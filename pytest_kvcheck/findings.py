@@ -78,3 +78,8 @@ def gravest(findings: Iterable[Finding]) -> Outcome:
         if status in found:
             return status
     return "passed"
+
+
+def some(count: int, noun: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{count} {noun}" + ("" if abs(count) == 1 else "s")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pytest_kvcheck.trace import OpRecord
+from pytest_kvcheck.trace import FINISHED, OpRecord
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class SessionLedger:
         if record.op.kind != "turn":
             return
         self.last = record
-        if record.reply.finish in ("length", "stop"):
+        if record.reply.finish in FINISHED:
             ids, out = list(record.op.input_ids), list(record.reply.output_ids)
             self.turns.append(TurnSpan(record, len(self.history), len(ids), len(out)))
             self.history += ids + out

@@ -27,6 +27,8 @@ VERDICT = "verdict"
 Phase = Literal["workload", "drain", "probe", "control", "replay", "scorer"]
 # How a request ended, engine-neutral. "rejected": the server refused it without running it.
 Finish = Literal["length", "stop", "abort", "rejected", "disconnected", "timeout", "error"]
+# The finishes of a request that ran to its own end.
+FINISHED: tuple[Finish, ...] = ("length", "stop")
 
 
 class Clock:

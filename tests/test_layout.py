@@ -16,7 +16,7 @@ LAYERS: list[tuple[str, ...]] = [
         *("reach", "measure", "mutants", "detection"),
     ),
     ("fixtures", "shrink", "compare"),
-    ("judge", "examine", "independent", "rest", "settings", "reach"),
+    ("judge", "casefiles", "examine", "independent", "rest", "settings", "reach"),
     ("launch",),
     ("workloads", "engines"),
     ("client", "oracles"),

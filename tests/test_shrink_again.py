@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from oracle_helpers import facts_of, make_cell, op_record
 
+from pytest_kvcheck.casefiles import case_folder, verdict
 from pytest_kvcheck.cells import Case, Cell, WorkloadRef
 from pytest_kvcheck.cli import main
 from pytest_kvcheck.findings import Finding, gravest
-from pytest_kvcheck.judge import case_folder, verdict
 from pytest_kvcheck.operations import Plan
 from pytest_kvcheck.oracles.base import CaseFacts
 from pytest_kvcheck.report.results import CaseResult

@@ -18,7 +18,7 @@ import msgspec
 from pytest_kvcheck.client.calls import Call, ReplyParser
 from pytest_kvcheck.client.control import LOOPBACK
 from pytest_kvcheck.client.sse import SseDecoder
-from pytest_kvcheck.trace import Finish, Reply
+from pytest_kvcheck.trace import FINISHED, Finish, Reply
 
 END_MARK = b"[DONE]"
 READ_BUFFER = 4 << 20
@@ -259,7 +259,7 @@ class _Exchange:
         """The reply of an exchange that the server ended, well or badly."""
         cut = self._decoder is not None and not self.ended
         reply = self._parser.finish(self._status, error, complete=not cut and not error)
-        if reply.finish in ("length", "stop") and (error or (self._status or 500) >= 400):
+        if reply.finish in FINISHED and (error or (self._status or 500) >= 400):
             reply.finish = "error"
         if not reply.message and (error or reply.finish == "error"):
             reply.message = error or f"{self.stage}: {_excerpt(self._body)}"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from pytest_kvcheck.operations import Operation
-from pytest_kvcheck.trace import Reply
+from pytest_kvcheck.trace import FINISHED, Reply
 
 # Nats. No rounding of equal computations moves one log-prob by more.
 NOISE = 0.5
@@ -21,12 +21,12 @@ def joined(op: Operation, replies: Sequence[Reply]) -> Reply:
     """
     first, *others = replies
     first.samples = others
-    ended = [reply for reply in replies if reply.finish in ("length", "stop")]
+    ended = [reply for reply in replies if reply.finish in FINISHED]
     if len(replies) != op.samples:
         first.faults.append(f"expected {op.samples} answers, found {len(replies)}")
     for number, other in enumerate(others, start=2):
         first.faults += [f"answer {number}: {fault}" for fault in other.faults]
-        if other.finish not in (first.finish, *(("length", "stop") if op.stop_ids else ())):
+        if other.finish not in (first.finish, *(FINISHED if op.stop_ids else ())):
             first.faults.append(f"answer {number} ended as {other.finish}, the first as {first.finish}")
         if other.prompt_tokens != first.prompt_tokens:
             first.faults.append(

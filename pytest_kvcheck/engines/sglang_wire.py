@@ -14,7 +14,7 @@ from msgspec.structs import replace as changed
 from pytest_kvcheck.engines.base import Call
 from pytest_kvcheck.engines.samples import joined
 from pytest_kvcheck.operations import Operation
-from pytest_kvcheck.trace import Finish, Reply
+from pytest_kvcheck.trace import FINISHED, Finish, Reply
 
 # A server that was attached to may still count capacity in characters; ours must never be what limits.
 CAPACITY = 1 << 24
@@ -212,7 +212,7 @@ class SglangParser:
             self._fault(
                 "completion", f"completion_tokens is {reply.completion_tokens}, output_ids {len(self._ids)}"
             )
-        if reply.finish in ("length", "stop") and not self._ids and self._op.max_new_tokens:
+        if reply.finish in FINISHED and not self._ids and self._op.max_new_tokens:
             self._fault("empty", f"finished ({reply.finish}) without a token, {self._op.max_new_tokens} asked")
 
     def _count(self, name: str) -> int | None:

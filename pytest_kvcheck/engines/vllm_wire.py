@@ -17,7 +17,7 @@ from msgspec.structs import replace as changed
 from pytest_kvcheck.engines.base import Call
 from pytest_kvcheck.engines.samples import joined
 from pytest_kvcheck.operations import Operation
-from pytest_kvcheck.trace import Finish, Reply
+from pytest_kvcheck.trace import FINISHED, Finish, Reply
 
 # No vocabulary has this token: every release refuses a bias on it, after parsing and before scheduling. An
 # unknown *prompt* id would do too, but without a tokenizer (as our models run) it kills vLLM's engine core.
@@ -238,7 +238,7 @@ class CompletionParser:
             self._fault(
                 "completion", f"completion_tokens is {reply.completion_tokens}, token_ids {len(self._ids)}"
             )
-        if reply.finish in ("length", "stop") and not self._ids:
+        if reply.finish in FINISHED and not self._ids:
             self._fault("empty", f"finished ({reply.finish}) without a token, {self._op.max_new_tokens} asked")
 
     def _count(self, source: dict[str, Any], name: str) -> int | None:

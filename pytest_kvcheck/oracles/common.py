@@ -13,11 +13,6 @@ NO_KIND = "K00"
 LAG_LIMIT = 1.0
 
 
-def some(count: int, noun: str) -> str:
-    """``1 token``, ``2 tokens``."""
-    return f"{count} {noun}" + ("" if abs(count) == 1 else "s")
-
-
 def name_of(record: OpRecord) -> str:
     """``session s3, round 2 turn 1``: the same words in every finding."""
     op = record.op

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import takewhile
 
-from pytest_kvcheck.findings import Finding
+from pytest_kvcheck.findings import Finding, some
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import NO_KIND, some
+from pytest_kvcheck.oracles.common import NO_KIND
 from pytest_kvcheck.oracles.owner import Attribution, attribute
 from pytest_kvcheck.trace import GaugeSample, PoolGauge
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pytest_kvcheck.findings import Finding
+from pytest_kvcheck.findings import Finding, some
 from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.observe.timeline import PARTS, pool_of, unaccounted
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import NO_KIND, some
+from pytest_kvcheck.oracles.common import NO_KIND
 from pytest_kvcheck.oracles.conservation import used_of
 from pytest_kvcheck.oracles.owner import attribute, broken_accounts
 

@@ -15,10 +15,9 @@ from pytest_kvcheck.oracles.common import (
     timed_out_sessions,
 )
 from pytest_kvcheck.oracles.pairs import pair_counts
-from pytest_kvcheck.trace import OpRecord
+from pytest_kvcheck.trace import FINISHED, OpRecord
 
 NAME = "exercise"
-FINISHED = ("length", "stop")
 
 
 def judge_exercise(facts: CaseFacts) -> list[Finding]:

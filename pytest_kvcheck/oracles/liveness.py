@@ -8,10 +8,9 @@ from pytest_kvcheck.findings import Finding, Status
 from pytest_kvcheck.oracles.base import CaseFacts
 from pytest_kvcheck.oracles.common import LAG_LIMIT, NO_KIND, name_of, names, requests, starved
 from pytest_kvcheck.oracles.owner import candidates
-from pytest_kvcheck.trace import OpRecord
+from pytest_kvcheck.trace import FINISHED, OpRecord
 
 NAME = "liveness"
-FINISHED = ("length", "stop")
 # A silence this long, and this many times the usual time to a first token, is no slow server any more.
 SILENCE, SILENCE_TIMES = 10.0, 20.0
 # A server that is still busy this long after the last request ended is not draining.

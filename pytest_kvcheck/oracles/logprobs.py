@@ -16,7 +16,7 @@ from pytest_kvcheck.oracles.noise import CEILING, EXACT, Floor, Spread
 from pytest_kvcheck.oracles.references import References, compare, deltas, emitted, gaps
 from pytest_kvcheck.oracles.scorer import opinion
 from pytest_kvcheck.oracles.suspicion import Suspect, measure, shifted_by, suspects
-from pytest_kvcheck.trace import OpRecord
+from pytest_kvcheck.trace import FINISHED, OpRecord
 
 __all__ = ["judge_logprobs", "measure", "self_test", "suspects"]
 
@@ -254,7 +254,7 @@ def _structure(facts: CaseFacts) -> list[Finding]:
     bad: list[tuple[OpRecord, str]] = []
     for record in facts.records:
         reply = record.reply
-        if reply.faults or not record.op.generates or reply.finish not in ("length", "stop"):
+        if reply.faults or not record.op.generates or reply.finish not in FINISHED:
             continue
         if record.op.kind != "score" and record.op.logprobs != "none" and reply.output_ids:
             values = reply.output_logprobs

@@ -19,7 +19,7 @@ from pytest_kvcheck.oracles.common import (
     turns_of,
 )
 from pytest_kvcheck.oracles.kept import kept_for
-from pytest_kvcheck.trace import OpRecord
+from pytest_kvcheck.trace import FINISHED, OpRecord
 
 # How a request went, the kind of fault that this points to, and the words for it; gravest suspicion first.
 WAYS: tuple[tuple[str, str], ...] = (
@@ -57,9 +57,7 @@ def candidates(facts: CaseFacts) -> dict[str, list[OpRecord]]:
     }
     found = {
         "taken beside another turn": [
-            r
-            for r in asked
-            if r.op.invalid == OVERLAP and (r.reply.finish in ("length", "stop") or r.op.id in cut)
+            r for r in asked if r.op.invalid == OVERLAP and (r.reply.finish in FINISHED or r.op.id in cut)
         ],
         "closed in flight": closed_in_flight(facts),
         "timed out": timed_out_sessions(facts),
@@ -245,7 +243,7 @@ def _held(record: OpRecord, totals: dict[str, int], page: int) -> tuple[int, ...
 
 def _published(facts: CaseFacts, page: int) -> set[int]:
     """What an engine may have locked in its prefix cache: first prompts of sessions, plain requests, both."""
-    done = [r for r in _asked(facts) if r.reply.finish in ("length", "stop")]
+    done = [r for r in _asked(facts) if r.reply.finish in FINISHED]
     first = [len(r.op.input_ids) for r in done if r.op.kind == "turn" and r.history == 0]
     plain = [len(r.op.input_ids) for r in done if r.op.kind == "generate"]
     sums = (sum(length // page * page for length in lengths) for lengths in (first, plain, first + plain))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 
-from pytest_kvcheck.findings import Finding, Status
+from pytest_kvcheck.findings import Finding, Status, some
 from pytest_kvcheck.operations import OVERLAP
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import NO_KIND, asked_to_stop, name_of, names, some, starved
-from pytest_kvcheck.trace import OpRecord
+from pytest_kvcheck.oracles.common import NO_KIND, asked_to_stop, name_of, names, starved
+from pytest_kvcheck.trace import FINISHED, OpRecord
 
 NAME = "protocol"
-FINISHED = ("length", "stop")
 ABOUT_LOGPROBS = re.compile(r"log-?prob|NaN", re.I)
 # What the client did not send, or could not: the cause stands elsewhere.
 NOT_ASKED = re.compile(r"not sent:|interrupted|server died")

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from msgspec.structs import replace
 
 from pytest_kvcheck.ledger import SessionLedger
-from pytest_kvcheck.trace import OpRecord
+from pytest_kvcheck.trace import FINISHED, OpRecord
 
 Ids = tuple[int, ...]
 Item = TypeVar("Item")
@@ -110,7 +110,7 @@ class References(ByPrefix[OpRecord]):
 
 
 def usable(score: OpRecord) -> bool:
-    return score.reply.finish in ("length", "stop") and bool(score.reply.input_logprobs)
+    return score.reply.finish in FINISHED and bool(score.reply.input_logprobs)
 
 
 def at(values: list[float | None] | None, start: int, position: int) -> float | None:

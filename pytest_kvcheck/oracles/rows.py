@@ -8,7 +8,7 @@ from pytest_kvcheck.findings import Finding
 from pytest_kvcheck.oracles.base import CaseFacts
 from pytest_kvcheck.oracles.common import starved
 from pytest_kvcheck.oracles.owner import attribute
-from pytest_kvcheck.trace import OpRecord
+from pytest_kvcheck.trace import FINISHED, OpRecord
 
 NAME = "rows"
 # A request that waited for a row takes at least this share of the time that the first ones took.
@@ -32,7 +32,7 @@ class Probe:
 
 def read_probe(records: list[OpRecord]) -> Probe | None:
     """What a probe says, or None where a request of it did not finish."""
-    if not records or any(r.reply.finish not in ("length", "stop") or r.first_token is None for r in records):
+    if not records or any(r.reply.finish not in FINISHED or r.first_token is None for r in records):
         return None
     first_end = min(record.ended for record in records)
     starts = [(record.first_token or 0.0, record.ended) for record in records]

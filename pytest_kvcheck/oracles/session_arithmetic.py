@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pytest_kvcheck.findings import Finding, Status
+from pytest_kvcheck.findings import Finding, Status, some
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import asked_to_stop, name_of, names, requests, some, turns_of
-from pytest_kvcheck.trace import OpRecord
+from pytest_kvcheck.oracles.common import asked_to_stop, name_of, names, requests, turns_of
+from pytest_kvcheck.trace import FINISHED, OpRecord
 
 NAME = "session_arithmetic"
-FINISHED = ("length", "stop")
 # A refusal because the session's last turn is not over yet; a short window of it after an abort is normal.
 BUSY_SESSION = re.compile(r"active request|in[- ]flight|still running|session is busy", re.I)
 BUSY_GRACE = 10.0

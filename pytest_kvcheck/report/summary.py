@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pytest_kvcheck.findings import Finding, Outcome
+from pytest_kvcheck.findings import Finding, Outcome, some
 from pytest_kvcheck.report.results import GRAVITY, CaseResult
 
 # What a passed case shows, by the oracle that showed it.
@@ -49,7 +49,7 @@ def size_of(finding: Finding) -> str:
     """``256 tokens, 1 page``; "" where the amount is not known."""
     pages = None if finding.pages == finding.tokens else finding.pages  # of one token each
     sizes = ((finding.tokens, "token"), (pages, "page"))
-    return ", ".join(f"{size} {unit}{'' if size == 1 else 's'}" for size, unit in sizes if size is not None)
+    return ", ".join(some(size, unit) for size, unit in sizes if size is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def _faults(cases: Iterable[CaseResult]) -> list[Seen]:
 
 
 def _of(count: int, total: int) -> str:
-    return f"{count} of {total} case{'' if total == 1 else 's'}"
+    return f"{count} of {some(total, 'case')}"
 
 
 def _proven(passed: Sequence[CaseResult]) -> list[str]:

@@ -13,6 +13,7 @@ import jinja2
 from pytest_kvcheck import __version__
 from pytest_kvcheck.cells import Cell
 from pytest_kvcheck.engines.sglang_wire import REFUSED_PARAMS
+from pytest_kvcheck.engines.vllm_wire import LIKELIEST
 from pytest_kvcheck.findings import Finding
 from pytest_kvcheck.launch.models import cache_dir
 from pytest_kvcheck.operations import Operation, Plan
@@ -139,6 +140,7 @@ def repro(
         timed=not vllm and any(op.kind == "open" and op.timeout is not None for op in made.plan.operations),
         rounds=ROUNDS,
         vllm=vllm,
+        likeliest=LIKELIEST,
     )
 
 

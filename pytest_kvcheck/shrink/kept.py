@@ -7,9 +7,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from pytest_kvcheck.casefiles import case_folder
 from pytest_kvcheck.cells import Case
 from pytest_kvcheck.findings import Finding
-from pytest_kvcheck.judge import Bench, case_folder
+from pytest_kvcheck.judge import Bench
 from pytest_kvcheck.operations import Operation, Plan
 from pytest_kvcheck.report.results import CaseResult, write_result
 from pytest_kvcheck.shrink.case import FOLDER, shrink_case

@@ -15,7 +15,7 @@ from pytest_kvcheck.cells import Cell, Features
 from pytest_kvcheck.operations import Operation, Plan
 from pytest_kvcheck.oracles.references import ByPrefix, Emitted, References, emitted
 from pytest_kvcheck.oracles.suspicion import Suspect
-from pytest_kvcheck.trace import OpRecord
+from pytest_kvcheck.trace import FINISHED, OpRecord
 from pytest_kvcheck.workloads.plan import SPECIAL_IDS
 
 CONTROL, REPLAY, CONFIRM, CANARY, ROWS, SELF_TEST, PINS = (n * 1_000_000 for n in range(1, 8))
@@ -183,7 +183,7 @@ def _troubled(records: Sequence[OpRecord]) -> set[int]:
     found: set[int] = set()
     for record in records:
         session = record.op.session
-        if record.reply.retractions or (record.op.generates and record.reply.finish not in ("length", "stop")):
+        if record.reply.retractions or (record.op.generates and record.reply.finish not in FINISHED):
             found.add(record.op.id)
             if session is not None:
                 sessions.add(session)
