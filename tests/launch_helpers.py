@@ -69,7 +69,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/leak-fd":
             self.server.kept.append(open("/dev/null"))
         body = b"<html>not json</html>" if "garbage" in traits else json.dumps(
-            {"engine": "fake", "page_size": int(os.environ.get("FAKE_PAGE", "1"))}).encode()
+            {"engine": "fake", "page_size": int(os.environ.get("FAKE_PAGE", "1")),
+             "tmpdir": os.environ.get("TMPDIR")}).encode()
         if self.path == "/say":
             print("retract: 3 requests", flush=True)
         self.send_response(200)

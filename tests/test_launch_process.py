@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import psutil
@@ -40,6 +41,22 @@ if sys.argv[1] == "heeds":
 time.sleep(600)
 """
 CHILDREN = 3
+
+# An engine that has memory of the machine (a segment, a semaphore) and a temporary file, and does not clear up.
+LITTER = r"""
+import os, signal, sys, time
+from multiprocessing import get_context, resource_tracker, shared_memory
+resource_tracker.register = lambda name, kind: None  # as where an engine kills its own tracker
+segment = shared_memory.SharedMemory(create=True, size=4096)
+lock = get_context("spawn").Lock()
+open(os.path.join(os.environ["TMPDIR"], "socket"), "w").close()
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+print(segment.name, lock._semlock.name.lstrip("/"), flush=True)
+if sys.argv[1] == "ends":
+    time.sleep(5)  # a warden's looks are two seconds apart
+    os._exit(1)
+time.sleep(600)
+"""
 
 # A process that starts the engine as the plugin does, says so, and then does what the test makes of it.
 OWNER = r"""
@@ -182,6 +199,49 @@ def test_nothing_outlives_a_killed_owner_whose_fork_holds_the_pipe_open(mark: st
     owner.wait(60)
     # The fork is the test's own; everything of the engine must go although the pipe has no end yet.
     assert eventually(lambda: not psutil.pid_exists(pid) and len(marked(mark)) == 1)
+
+
+def litter(mark: str, folder: Path, how: str) -> tuple[EngineProcess, list[Path]]:
+    """A littering engine, and what it has made."""
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    env = {**os.environ, "KVCHECK_TEST_MARK": mark, "TMPDIR": str(temporary)}
+    argv, log = [sys.executable, "-c", LITTER, how], folder / "engine.log"
+    process = EngineProcess(argv, env, log, 60.0, temporary=temporary)
+    assert eventually(lambda: len(log.read_text().split()) == 2)
+    segment, lock = log.read_text().split()
+    made = [Path("/dev/shm", segment), Path("/dev/shm", f"sem.{lock}"), temporary]
+    assert all(path.exists() for path in made)
+    return process, made
+
+
+@pytest.mark.parametrize("how", ["stopped", "ends", "inner", "outer"])
+def test_no_file_and_no_shared_memory_outlives_an_engine(how: str, mark: str, tmp_path: Path) -> None:
+    process, made = litter(mark, tmp_path, how)
+    held = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        if how == "ends":
+            assert process.wait(60)
+        elif how in ("inner", "outer"):
+            inner = psutil.Process(process.keeper)
+            (inner if how == "inner" else inner.parent()).kill()
+        process.stop()
+        assert eventually(lambda: not any(path.exists() for path in made))
+        assert Path("/dev/shm", held.name).exists()
+    finally:
+        held.close()
+        held.unlink()
+
+
+def test_shared_memory_that_another_process_has_mapped_stays(mark: str, tmp_path: Path) -> None:
+    process, made = litter(mark, tmp_path, "stopped")
+    ours = shared_memory.SharedMemory(made[0].name)
+    try:
+        process.stop()
+        assert [path.exists() for path in made] == [True, False, False]
+    finally:
+        ours.close()
+        ours.unlink()
 
 
 @pytest.mark.parametrize("which", ["inner", "outer"])

@@ -37,8 +37,9 @@ class Ending:
 class EngineProcess:
     """Starts ``argv`` with exactly ``env``; its output is in ``log_path`` from the first byte.
 
-    ``grace``: seconds between TERM and KILL. ``settle``: seconds that its children may outlive it. Raises
-    ``LaunchError`` where the program cannot be executed.
+    ``grace``: seconds between TERM and KILL. ``settle``: seconds that its children may outlive it.
+    ``temporary``: a folder that goes with it, however it ends. Raises ``LaunchError`` where the program cannot
+    be executed.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class EngineProcess:
         log_path: Path,
         grace: float = 20.0,
         settle: float = 15.0,
+        temporary: Path | None = None,
     ) -> None:
         self.argv = tuple(argv)
         self.log_path = log_path
@@ -79,6 +81,7 @@ class EngineProcess:
             "owner": os.getpid(),
             "argv": list(argv),
             "env": dict(env),
+            "temporary": str(temporary or ""),
             "grace": grace,
             "settle": settle,
         }

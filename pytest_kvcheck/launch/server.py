@@ -24,7 +24,7 @@ from pytest_kvcheck.client.control import Control
 from pytest_kvcheck.engines.base import Engine, LaunchInputs
 from pytest_kvcheck.launch.errors import LaunchError
 from pytest_kvcheck.launch.gpus import GpuLease, lease_gpus
-from pytest_kvcheck.launch.models import ensure_model
+from pytest_kvcheck.launch.models import cache_dir, ensure_model
 from pytest_kvcheck.launch.ports import lease_ports
 from pytest_kvcheck.launch.process import EngineProcess
 from pytest_kvcheck.launch.readiness import Startup, ask, check_interpreter, environment, not_ready
@@ -98,15 +98,17 @@ class Server:
         """
         device, artifacts_dir = device or cell.device, artifacts_dir.resolve()
         with ExitStack() as stack:
-            inputs, lease = _prepare(engine, cell, python, device, gpus, artifacts_dir, stack)
+            artifacts_dir.mkdir(parents=True, exist_ok=True)
+            inputs, lease = _prepare(engine, cell, python, device, gpus, stack)
             stack.callback(engine.close)
             engine.listen(cell)
             try:
                 spec = engine.launch_spec(inputs)
             except (LookupError, ValueError) as error:
                 raise LaunchError(f"cell {cell.name} ({cell.at}): {error}") from None
-            env = environment({**(lease.env if lease else {}), **spec.env})
-            process = EngineProcess(spec.argv, env, _log_path(artifacts_dir, cell), spec.stop_grace, settle)
+            env = environment({**_places(inputs.scratch), **(lease.env if lease else {}), **spec.env})
+            log_path = _log_path(artifacts_dir, cell)
+            process = EngineProcess(spec.argv, env, log_path, spec.stop_grace, settle, inputs.scratch)
             stack.callback(process.stop, hurry=True)
             log = LogTail(process.log_path, engine.log_rules(), clock)
             stack.callback(log.close)
@@ -338,7 +340,6 @@ def _prepare(
     python: str,
     device: DeviceName,
     gpus: str,
-    artifacts_dir: Path,
     stack: ExitStack,
 ) -> tuple[LaunchInputs, GpuLease | None]:
     """Everything that must be there before an engine starts; leases end with the stack."""
@@ -357,10 +358,16 @@ def _prepare(
         stack.callback(lease.close)
     ports = lease_ports()
     stack.callback(ports.close)
-    artifacts_dir.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=artifacts_dir))
+    # Short, and not below the artifacts: engines put sockets there, whose paths have 107 bytes at most.
+    scratch = Path(tempfile.mkdtemp(prefix="kv-"))
     stack.callback(shutil.rmtree, scratch, ignore_errors=True)
     return LaunchInputs(cell, ports.base, python, device, model, draft, scratch), lease
+
+
+def _places(scratch: Path) -> dict[str, str]:
+    """Temporary files go with the server; what torch compiled is worth keeping, in our cache."""
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_dir().parent / "torchinductor")
+    return {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 def _log_path(folder: Path, cell: Cell) -> Path:

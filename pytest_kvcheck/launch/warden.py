@@ -9,7 +9,11 @@ forks) stays in their tree when it is orphaned. What each death does:
 * the inner one dies: the engine gets SIGKILL from the kernel, its orphans fall to the outer one, which sweeps;
 * the outer one dies: the inner one gets SIGTERM from the kernel and stops the engine.
 
-stdin: one line of JSON ``{"owner": pid, "argv": [...], "env": {...}, "grace": s, "settle": s}``, then "stop".
+Files go too: the engine's temporary folder, and the shared memory that its processes had mapped and that nobody
+maps any more (an engine that kills its own children leaves their segments, which are memory of the machine).
+
+stdin: one line of JSON ``{"owner": pid, "argv": [...], "env": {...}, "temporary": folder, "grace": seconds,
+"settle": seconds}``, then "stop".
 stdout: one JSON object a line, ``event`` being started, failed, exited or done. stderr is the engine's log.
 """
 
@@ -19,6 +23,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +35,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SWEEP_BOUND = 30.0  # a process in a GPU driver's hands can take this long to die of SIGKILL
 ORPHANED_GRACE = 5.0  # nobody waits for a graceful end any more
+SHARED = "/dev/shm"
+LOOK_EVERY = 2.0  # seconds between looks at what is mapped; children that end in a row must not cost one each
 
 Config = dict[str, Any]
 
@@ -55,7 +62,9 @@ def main() -> int:
         signal.signal(number, lambda number, frame: os.kill(inner, signal.SIGTERM))
     os.close(0)
     killed = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+    shared = shared_files(descendants())
     _, stuck = sweep(0.0)
+    remove(config["temporary"], shared)
     if killed:
         report(event="done", status=None, forced=True, leftovers=[], stuck=stuck, warden=killed)
     return 0
@@ -72,6 +81,8 @@ class Keeper:
         self.status: int | None = None
         self.stop_asked = False
         self.orphaned = False
+        self.shared: dict[str, int] = {}
+        self._looked = 0.0
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
         self._owner = _pidfd(config["owner"])
@@ -96,10 +107,13 @@ class Keeper:
             return
         while self.status is None and not self._leaving:
             self._wait(5.0)
+            self._look()
+        self._look(at_once=True)
         forced = self.status is None and self._terminate()
         report(event="exited", status=self.status)
         settle = 0.0 if forced or self.orphaned else float(self.config["settle"])
         leftovers, stuck = sweep(settle, self._wait_or_hurry)
+        remove(self.config["temporary"], self.shared)
         report(event="done", status=self.status, forced=forced, leftovers=leftovers, stuck=stuck, warden=None)
 
     @property
@@ -170,6 +184,11 @@ class Keeper:
             if pid == self.engine:
                 self.status = status
 
+    def _look(self, at_once: bool = False) -> None:
+        if at_once or time.monotonic() - self._looked >= LOOK_EVERY:
+            self.shared |= shared_files(descendants())
+            self._looked = time.monotonic()
+
     def _wait_or_hurry(self, seconds: float) -> bool:
         self._wait(seconds)
         return self.orphaned
@@ -226,6 +245,38 @@ def descendants() -> list[int]:
         found += below
         todo += below
     return [pid for pid in found if pid not in dead]
+
+
+def shared_files(pids: list[int]) -> dict[str, int]:
+    """The files in shared memory that these processes have mapped: path -> inode.
+
+    By inode, since a semaphore is made under another name than the one that it has.
+    """
+    inodes: set[int] = set()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
+                inodes.update(int(line.split(None, 5)[4]) for line in file if f" {SHARED}/" in line)
+        except OSError:  # gone since, or another user's
+            continue
+    if not inodes:
+        return {}
+    with os.scandir(SHARED) as entries:
+        return {entry.path: entry.inode() for entry in entries if entry.inode() in inodes}
+
+
+def remove(temporary: str, shared: dict[str, int]) -> None:
+    """Remove the engine's temporary folder, and of its shared memory what no living process has mapped."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    if not shared:
+        return
+    in_use = shared_files([int(name) for name in os.listdir("/proc") if name.isdigit()])
+    for path, inode in shared.items():
+        try:
+            if path not in in_use and os.stat(path).st_ino == inode:
+                os.unlink(path)
+        except OSError:  # gone since, as it should be
+            continue
 
 
 def describe(pid: int) -> str:
