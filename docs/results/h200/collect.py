@@ -26,7 +26,7 @@ def main(artifacts: Path, stem: Path) -> None:
             if tar.fileobj is not None and tar.fileobj.tell() > MOST:
                 break
             if result.outcome != "passed" and result.trace:
-                tar.add(result.trace, f"{result.cell}/{result.workload}.jsonl")
+                tar.add(result.trace, f"{result.cell}/{Path(result.trace).parent.name}.jsonl")
             if result.outcome != "passed" and result.log:
                 end = Path(result.log).read_bytes()[-LOG_END:]
                 member = tarfile.TarInfo(f"{result.cell}/{Path(result.log).name}")

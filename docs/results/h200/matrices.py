@@ -9,6 +9,8 @@ Three things differ, each through the overlay that a matrix has for it, or besid
   measures what is free while its neighbours come and go (its pool has a size of its own);
 * the sliding-window model: that release knows no Mellum, so tiny-swa is loaded as Laguna (laguna.py).
 
+``fuzz`` gains cells with overlap, which a CPU cannot run, and with V1, which older releases have.
+
 Also written: ``arms.yaml`` (two more arms), ``mutants.yaml`` and ``reference.yaml``.
 JSON is YAML, so each part of a matrix is written as JSON.
 """
@@ -24,7 +26,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[3]
-SHIPPED = ("llama", "eagle_v1", "eagle_v2", "swa", "page256", "retract", "mixed_chunk", "abort")
+SHIPPED = ("llama", "eagle_v1", "eagle_v2", "swa", "page256", "retract", "mixed_chunk", "abort", "fuzz")
 FLAGS = {
     "attention-backend": "triton",
     "sampling-backend": "pytorch",
@@ -55,6 +57,14 @@ TWINS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "clean": ({}, ["kv-inheritance", "nth-mid-abort", "logprob-concurrent"]),
     "clean-retract": ({"retract": {"interval": 3}}, ["stress-concurrent"]),
     "clean-v2": ({"speculative": {"version": "v2"}}, ["stress-concurrent"]),
+}
+V2: dict[str, Any] = {"speculative": {"version": "v2"}}
+RETRACT: dict[str, Any] = {"retract": {"interval": 3}}
+FUZZ: dict[str, dict[str, Any]] = {
+    "eagle-v2-page-128": {**V2, "page_size": 128},
+    "eagle-v2-retract": {**V2, **RETRACT},
+    "eagle-v1": {"speculative": {"version": "v1"}},
+    "eagle-v1-retract": {"speculative": {"version": "v1"}, **RETRACT},
 }
 
 
@@ -124,6 +134,11 @@ def main(out: Path, laguna: str) -> None:
         matrix = placed(YAML(typ="safe", pure=True).load(ROOT / "matrices" / f"{name}.yaml"), laguna)
         if name != "swa":
             matrix["model"] = LLAMA  # with the draft everywhere, so that equal cells are equal
+        if name == "fuzz":
+            known = {"known": matrix["cells"]["retract"]["known"]}
+            matrix["cells"] |= {
+                cell: more | (known if "retract" in more else {}) for cell, more in FUZZ.items()
+            }
         write(out, name, matrix | {"engines": {"sglang": SHARED}})
         if name == "llama":
             small = {"reference": {"features": {"gpu_memory": 0.06}}}
