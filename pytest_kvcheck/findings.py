@@ -40,7 +40,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     ``kind`` is a fault kind ``K01``..``K25`` (``docs/kinds.md``); where an observation fits several,
     the likeliest stands in ``kind`` and the others in ``also``. ``tokens`` and ``pages`` are the amount
     (None: not known); ``owner`` names the request, session or operation that lost them, or None with the
-    reason in ``evidence``. ``headline`` is one sentence with expected and found in the same unit.
+    reason in ``evidence``; ``operations`` are the ids of the plan's operations that it points to, the likeliest
+    first. ``headline`` is one sentence with expected and found in the same unit.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     pages: int | None = None
     pool: str | None = None
     owner: str | None = None
+    operations: tuple[int, ...] = ()
     evidence: tuple[str, ...] = ()
     next_step: str = ""
     also: tuple[str, ...] = ()

@@ -62,8 +62,14 @@ def facts_of(records: Iterable[OpRecord], cell: Cell | None = None, **fields: An
     return CaseFacts(cell=cell or make_cell(), records=list(records), **fields)
 
 
-def event(meaning: Any, text: str, *, kind: str = "", t: float = 0.0, line: int = 1, **found: Any) -> LogEvent:
-    return LogEvent(t, line, "rule", meaning, kind, text, found)
+def event(
+    meaning: Any, text: str, *, rule: str = "rule", kind: str = "", t: float = 0.0, line: int = 1, **found: Any
+) -> LogEvent:
+    return LogEvent(t, line, rule, meaning, kind, text, found)
+
+
+def session_line(what: str, session: str) -> LogEvent:
+    return event("session", what, rule=f"session-{what}", session=session)
 
 
 def account(

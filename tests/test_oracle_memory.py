@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace as changed
-from oracle_helpers import account, event, facts_of, gauges, make_cell, op_record, promises, sample
+from oracle_helpers import (
+    account,
+    event,
+    facts_of,
+    gauges,
+    make_cell,
+    op_record,
+    promises,
+    sample,
+    session_line,
+)
 
 from pytest_kvcheck.oracles import judge
 from pytest_kvcheck.oracles.base import ServerFacts
@@ -102,6 +112,31 @@ def test_the_one_session_without_a_release_line_owns_the_loss() -> None:
     facts.idle = sample(gauges(used=500), t=100.0)
     (finding,) = judge_conservation(facts)
     assert finding.owner is None
+
+
+@pytest.mark.parametrize("put_off", [True, False])
+def test_a_session_that_the_log_never_calls_closed_owns_what_is_held(put_off: bool) -> None:
+    records = []
+    for at, name in enumerate(("a", "b", "c")):
+        records.append(op_record("open", at, session=name, reply=Reply(finish="stop", session_id=f"id-{name}")))
+        records.append(op_record("turn", 10 + at, session=name, at=1.0, reply=Reply(finish="abort")))
+        records.append(op_record("close", 20 + at, session=name, at=8.0, reply=Reply(finish="stop")))
+    facts = leaky(*records, used=12, session_held=12)
+    facts.log = [session_line("opened", f"id-{name}") for name in "abc"]
+    facts.log += [session_line("closed", f"id-{name}") for name in "ac"]
+    if put_off:
+        facts.log.append(session_line("deferred", "id-b"))
+    (finding,) = judge_conservation(facts)
+    assert (finding.kind, finding.operations) == ("K09", (11,))
+    assert finding.owner is not None
+    assert "session b" in finding.owner
+    (text,) = [line for line in finding.evidence if "1 of 3 closed sessions never closed" in line]
+    assert ("waited for a request to end" in text) is put_off
+    assert "Their last turns ended as: abort" in text
+    # Where every session closed, the lines say nothing of who it was.
+    facts.log.append(session_line("closed", "id-b"))
+    (finding,) = judge_conservation(facts)
+    assert not any("never closed" in line for line in finding.evidence)
 
 
 def test_pages_are_counted_and_a_part_of_a_page_is_pointed_at() -> None:
@@ -352,6 +387,9 @@ def test_a_crash_without_a_leak_is_a_crash_with_its_last_lines() -> None:
     assert finding.status == "crash"
     assert "exit status 1" in finding.headline
     assert "IndexError: boom" in finding.paragraph()
+    facts.log = [event("fatal", "[10:37] Scheduler hit an exception: Traceback (most recent call last):")]
+    (finding,) = judge_engine_log(facts)
+    assert finding.headline.endswith("Scheduler hit an exception: IndexError: boom")
 
 
 def test_what_an_engine_says_while_it_is_stopped_is_no_crash() -> None:

@@ -140,6 +140,40 @@ def test_a_fault_that_shows_every_other_time_is_minimised_all_the_same() -> None
     assert made.last.interval[0] < made.last.seen / made.last.tried < 1
 
 
+def test_what_the_finding_points_to_is_tried_first_with_all_that_ran_beside_it() -> None:
+    plan = make_plan("fuzz", BIG, vocab_size=512, seed=4)
+    suspect = aborted_turns(plan)[3]
+    leak = replace_finding(LEAK, operations=(suspect.id,))
+    runs = iter(range(10_000))
+
+    def probe(candidate: Plan, where: Cell) -> list[Finding]:
+        """A race: each aborted turn has a chance, so that a long plan always shows it."""
+        chances = len(aborted_turns(candidate))
+        return [leak] if chances > 10 or (chances and next(runs) % 2) else []
+
+    made = minimise(plan, BIG, leak, probe, budget=Budget(probes=400, seconds=60))
+    assert made is not None
+    assert made.steps[0].startswith(f"what ran beside operation {suspect.id}: ")
+    assert made.operations <= 6
+    beside = passes.beside(plan, suspect.id)
+    assert suspect in beside.operations
+    assert passes.size(beside) < passes.size(plan) / 2
+    check_plan(passes.direct(beside).operations)
+
+
+def test_a_race_with_many_chances_is_searched_again_with_more_patience() -> None:
+    plan = make_plan("fuzz", BIG, vocab_size=512, seed=4)
+    runs = iter(range(10_000))
+
+    def probe(candidate: Plan, where: Cell) -> list[Finding]:
+        chances = len(aborted_turns(candidate))
+        return [LEAK] if chances > 10 or (chances and next(runs) % 3 == 2) else []
+
+    made = minimise(plan, BIG, LEAK, probe, budget=Budget(probes=900, seconds=60))
+    assert made is not None
+    assert made.operations <= 6
+
+
 def test_a_strict_server_is_exchanged_for_one_that_lives_on() -> None:
     said = replace_finding(LEAK, kind="K01", oracle="engine_log")
     cell = replace(BIG, features=replace(BIG.features, strict=True))

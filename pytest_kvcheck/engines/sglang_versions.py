@@ -17,7 +17,7 @@ Release = tuple[int, int, int]
 STREAMING_SESSIONS: Release = (0, 5, 10)
 # Until then overlap chose the code: V2 with it, V1 without it or with topk > 1. From 0.5.13 on it is always V2.
 V1_GONE: Release = (0, 5, 13)
-MIXED_CHUNK_WITH_SPECULATION: Release = (0, 5, 16)  # 0.5.15 turns it off with a warning, 0.5.23 has it
+MIXED_CHUNK_WITH_SPECULATION: Release = (0, 5, 19)  # 0.5.18 turns it off with a warning, 0.5.19 has it
 SOUND_BUSY_CHECK: Release = (0, 5, 11)
 POOL_GAUGES: Release = (0, 5, 11)
 SWA_GAUGES: Release = (0, 5, 12)

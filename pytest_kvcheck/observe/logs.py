@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 # "leak": the engine's own check found a fault. "fatal": the engine is going down. "account": one pool's sums
-# of one iteration (fields total, available, evictable, protected, session_held, uncached). The rest explains.
+# of one iteration (fields total, available, evictable, protected, session_held, uncached). The rest explains;
+# rules of meaning "session" are named session-opened, -closed, -released, -deferred, -timeout in every adapter.
 Meaning = Literal["leak", "fatal", "account", "retract", "session", "warning", "lifecycle"]
 
 

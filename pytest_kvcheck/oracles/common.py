@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from pytest_kvcheck.oracles.base import CaseFacts
 from pytest_kvcheck.trace import OpRecord
@@ -23,6 +24,11 @@ def name_of(record: OpRecord) -> str:
 def names(records: Sequence[OpRecord], most: int = 5) -> str:
     listed = "; ".join(name_of(record) for record in records[:most])
     return listed + (f" and {len(records) - most} more" if len(records) > most else "")
+
+
+def ids_of(records: Iterable[OpRecord], most: int = 6) -> tuple[int, ...]:
+    """Ids of the operations that a finding points to, the first of many."""
+    return tuple(islice(dict.fromkeys(record.op.id for record in records), most))
 
 
 def requests(records: Iterable[OpRecord]) -> list[OpRecord]:

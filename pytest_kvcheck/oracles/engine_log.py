@@ -6,13 +6,14 @@ is over its total, with nothing else to show for it, is K16 and no leak (``confi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 from pytest_kvcheck.findings import Finding, some
 from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.observe.timeline import PARTS, pool_of, unaccounted
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import NO_KIND
+from pytest_kvcheck.oracles.common import NO_KIND, ids_of, requests
 from pytest_kvcheck.oracles.conservation import used_of
 from pytest_kvcheck.oracles.owner import attribute, broken_accounts
 
@@ -98,6 +99,7 @@ def _leak(facts: CaseFacts, events: list[LogEvent]) -> Finding:
         pages=pages,
         pool=pool,
         owner=why.owner,
+        operations=why.operations,
         evidence=(*evidence, *why.evidence),
         next_step="replay the trace with the check on every iteration: the first line names the step",
         also=tuple(dict.fromkeys((*_over(over, page), *(k for k in why.kinds if k != kind)))),
@@ -132,6 +134,7 @@ def _series(facts: CaseFacts, pool: str) -> list[Finding]:
             pages=abs(lost) // page if lost % page == 0 else None,
             pool=pool,
             owner=why.owner,
+            operations=why.operations,
             evidence=(f"Log line {first.line}: {first.text[:CUT]}", *why.evidence),
             next_step="look at what the operations in flight at that line released",
             also=tuple(dict.fromkeys((*_over(lost < 0, page), *(k for k in why.kinds if k != kind)))),
@@ -169,18 +172,28 @@ def _over_count(finding: Finding) -> bool:
     return finding.oracle == NAME and "K16" in finding.also
 
 
+def _exception(line: str, tail: Sequence[str]) -> str:
+    """The fatal line; where it only announces a traceback, with the exception that this ends in."""
+    raised = [text for text in tail if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b", text)]
+    if not line.rstrip().endswith("Traceback (most recent call last):") or not raised:
+        return line
+    return f"{line.rpartition('Traceback')[0].rstrip(' :')}: {raised[-1]}"
+
+
 def _crash(facts: CaseFacts, fatal: list[LogEvent]) -> Finding:
     server = facts.server
     head = (
         f"the server ended by itself (exit status {server.exit_code})" if _died(facts) else "the engine failed"
     )
-    said = f": {fatal[0].text[:CUT]}" if fatal else ""
+    said = _exception(fatal[0].text, facts.log_tail)[:CUT] if fatal else ""
     tail = facts.log_tail[-12:]
+    cut = sorted((r for r in requests(facts.records) if r.reply.finish == "error"), key=lambda r: r.ended)
     return Finding(
         kind=(fatal[0].kind if fatal else "") or NO_KIND,
         oracle=NAME,
         status="crash",
-        headline=head + said,
+        headline=f"{head}: {said}" if said else head,
+        operations=ids_of(cut),
         evidence=(
             *(f"Log line {event.line}: {event.text[:CUT]}" for event in fatal[:3]),
             *(

@@ -6,7 +6,7 @@ import statistics
 
 from pytest_kvcheck.findings import Finding, Status
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import LAG_LIMIT, NO_KIND, name_of, names, requests, starved
+from pytest_kvcheck.oracles.common import LAG_LIMIT, NO_KIND, ids_of, name_of, names, requests, starved
 from pytest_kvcheck.oracles.owner import candidates
 from pytest_kvcheck.trace import FINISHED, OpRecord
 
@@ -89,6 +89,7 @@ def _waiting(facts: CaseFacts) -> list[Finding]:
             status=status,
             headline=f"{name_of(first)} got no answer in {first.ended - first.started:.0f} s; {why}",
             owner=name_of(first),
+            operations=ids_of(shown),
             evidence=(
                 f"{len(shown)} requests: {names(shown)}.",
                 f"Tokens that they had shown: {', '.join(str(len(r.reply.output_ids)) for r in shown[:8])}.",
@@ -163,6 +164,7 @@ def _rest(facts: CaseFacts) -> list[Finding]:
                 " after the last request (expected 0)" + (f", but {doubt}" if doubt else "")
             ),
             owner=name_of(left[0]) if len(left) == 1 else None,
+            operations=ids_of(left),
             evidence=(
                 f"Ended early by the client: {names(left)}." if left else "No request was ended early.",
                 *((f"Reading: {idle.error}",) if idle is not None and idle.error else ()),

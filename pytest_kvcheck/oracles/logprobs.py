@@ -11,7 +11,7 @@ import math
 
 from pytest_kvcheck.findings import Finding, Status
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import name_of
+from pytest_kvcheck.oracles.common import ids_of, name_of
 from pytest_kvcheck.oracles.noise import CEILING, EXACT, Floor, Spread
 from pytest_kvcheck.oracles.references import References, compare, deltas, emitted, gaps
 from pytest_kvcheck.oracles.scorer import opinion
@@ -133,6 +133,7 @@ def _corrupt(kind: str, group: list[Suspect], floor: Floor, facts: CaseFacts) ->
         status="mismatch",
         headline=f"{whose}: log-probs {amount} against a one-shot scoring of the same tokens",
         owner=whose,
+        operations=ids_of(suspect.emitted.record for suspect in group),
         evidence=tuple(evidence),
         next_step=(
             "the KV that this request read is not that of its visible tokens: look at what wrote or freed the "
@@ -174,6 +175,7 @@ def _doubtful(group: list[Suspect], floor: Floor, references: References) -> Fin
         status="inconclusive",
         headline=f"{_owner(worst)}: log-probs differ by up to {worst.size:.3g}, but {reason}",
         owner=_owner(worst),
+        operations=ids_of(suspect.emitted.record for suspect in group),
         evidence=(f"Controls of this launch: {floor}.", f"{len(group)} requests: {_names(group)}."),
         next_step="run the case again alone; switch on the engine's deterministic mode where it has one",
         also=("K13", "K17"),
@@ -282,6 +284,7 @@ def _structure(facts: CaseFacts) -> list[Finding]:
             status="mismatch",
             headline=f"{name_of(record)}: {text}",
             owner=name_of(record),
+            operations=ids_of(record for record, _ in bad),
             evidence=(f"{len(bad)} such replies; the first is request {record.rid}.",),
             next_step="look at how the engine joins log-probs to tokens for this request",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from pytest_kvcheck.findings import some
 from pytest_kvcheck.ledger import sessions
 from pytest_kvcheck.observe.logs import LogEvent, of_meaning
 from pytest_kvcheck.observe.timeline import READ_DELAY, explain_break, pool_of, unaccounted
@@ -12,6 +13,7 @@ from pytest_kvcheck.operations import OVERLAP
 from pytest_kvcheck.oracles.base import CaseFacts
 from pytest_kvcheck.oracles.common import (
     closed_in_flight,
+    ids_of,
     name_of,
     names,
     requests,
@@ -34,11 +36,15 @@ WAYS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """``owner`` None: not known, ``evidence`` says why. ``kinds``: likeliest first, never empty."""
+    """``owner`` None: not known, ``evidence`` says why. ``kinds``: likeliest first, never empty.
+
+    ``operations``: ids of what it points to, at most a few; a minimiser looks there first.
+    """
 
     owner: str | None
     kinds: tuple[str, ...]
     evidence: tuple[str, ...]
+    operations: tuple[int, ...] = ()
 
 
 def _asked(facts: CaseFacts) -> list[OpRecord]:
@@ -74,7 +80,7 @@ def attribute(facts: CaseFacts, pool: str, tokens: int | None, rows: int | None 
     found = _by_blocks(facts, pool, tokens, ways)
     if found is not None:
         return _with_preemptions(facts, ways, found)
-    for attempt in (_by_series, _by_release, _by_amount):
+    for attempt in (_by_series, _by_unclosed, _by_release, _by_amount):
         found = attempt(facts, pool, tokens, ways)
         if found is not None:
             break
@@ -98,7 +104,8 @@ def _by_blocks(
         return None
     kinds = dict.fromkeys(kind for record in owners for kind in _kinds(record, ways)[:1])
     first = tuple(kinds) if len(kinds) == 1 else _kinds(None, ways)
-    return Attribution(names(owners, 3), tuple(dict.fromkeys((*first, *_kinds(None, ways)))), text)
+    kinds_found = tuple(dict.fromkeys((*first, *_kinds(None, ways))))
+    return Attribution(names(owners, 3), kinds_found, text, ids_of(owners))
 
 
 def _with_preemptions(facts: CaseFacts, ways: dict[str, list[OpRecord]], found: Attribution) -> Attribution:
@@ -137,10 +144,11 @@ def _by_series(
     odd = [r for r in ended or found.in_flight if any(r in records for records in ways.values())]
     near = odd or ended or list(found.in_flight)
     if len(near) == 1:
-        return Attribution(name_of(near[0]), _kinds(near[0], ways), tuple(evidence))
+        return Attribution(name_of(near[0]), _kinds(near[0], ways), tuple(evidence), ids_of(near))
     evidence.append(f"In flight then: {names(near)}." if near else "No request of ours was in flight then.")
     first = {_kinds(record, ways)[0] for record in odd}
-    return Attribution(None, _kinds(odd[0] if len(first) == 1 else None, ways), tuple(evidence))
+    kinds = _kinds(odd[0] if len(first) == 1 else None, ways)
+    return Attribution(None, kinds, tuple(evidence), ids_of(near))
 
 
 def broken_accounts(facts: CaseFacts, pool: str) -> list[LogEvent]:
@@ -156,6 +164,38 @@ def broken_accounts(facts: CaseFacts, pool: str) -> list[LogEvent]:
         return []
     good = max((at for at, lost in enumerate(sums) if not lost), default=0)
     return events[good:]
+
+
+def _by_unclosed(
+    facts: CaseFacts, pool: str, tokens: int | None, ways: dict[str, list[OpRecord]]
+) -> Attribution | None:
+    """By the log: sessions that were asked to close, and that the engine never said it had closed."""
+    lines: dict[str, dict[str, int]] = {}
+    for event in of_meaning(facts.log, "session"):
+        lines.setdefault(event.rule, {}).setdefault(str(event.fields.get("session", "")), event.line)
+    deferred = lines.get("session-deferred", {})
+    ended = set(lines.get("session-closed", {})) | (set(lines.get("session-timeout", {})) - set(deferred))
+    records = list(facts.of_phase("workload", "drain"))
+    asked = {r.op.session for r in records if r.op.kind == "close" or (r.op.kind == "open" and r.op.timeout)}
+    ids = {r.op.session: r.reply.session_id for r in records if r.op.kind == "open" and r.reply.session_id}
+    known = {name: sid for name, sid in ids.items() if name in asked and sid in lines.get("session-opened", {})}
+    open_still = {name: sid for name, sid in known.items() if sid not in ended}
+    turns = turns_of(facts)
+    last = [turns[name][-1] for name in open_still if name in turns]
+    if not last or not ended:
+        return None
+    text = f"By the log's lines, {len(open_still)} of {some(len(known), 'closed session')} never closed"
+    put_off = [deferred[sid] for sid in open_still.values() if sid in deferred]
+    if put_off:
+        text += f"; {len(put_off)} waited for a request to end (first at log line {min(put_off)})"
+    how = ", ".join(sorted({record.reply.finish or "no answer" for record in last}))
+    odd = [r for records in ways.values() for r in records if r.op.session == last[0].op.session]
+    return Attribution(
+        names(last, 3),
+        tuple(dict.fromkeys(("K09", *_kinds(odd[-1] if odd else None, ways)))),
+        (f"{text}. Their last turns ended as: {how}.",),
+        ids_of(last),
+    )
 
 
 def _by_release(
@@ -185,6 +225,7 @@ def _by_release(
         f"session {session}",
         _kinds(odd[0] if odd else silent[0], ways),
         (f"By the log's release lines: {len(released)} sessions have one, session {session} has none.",),
+        ids_of((silent[0], *odd)),
     )
 
 
@@ -205,7 +246,7 @@ def _by_amount(
         text = (
             f"By the amount: {tokens} tokens are what {name_of(single[0])} held, and no other odd request did."
         )
-        return Attribution(name_of(single[0]), _kinds(single[0], ways), (text,))
+        return Attribution(name_of(single[0]), _kinds(single[0], ways), (text,), ids_of(single))
     fits: dict[str, str] = {}
     for way, records in ways.items():
         if len(records) > 1 and tokens in map(
@@ -255,10 +296,10 @@ def _by_elimination(ways: dict[str, list[OpRecord]], rows: int | None) -> Attrib
     equal = [way for way, records in ways.items() if len(records) == rows]
     if len(equal) == 1 and len(ways) > 1:
         text = f"By the number: {rows} rows are gone, and {rows} {equal[0]} ({names(ways[equal[0]])})."
-        return Attribution(None, _kinds(ways[equal[0]][0], ways), (text,))
+        return Attribution(None, _kinds(ways[equal[0]][0], ways), (text,), ids_of(ways[equal[0]]))
     if len({id(record) for record in odd}) == 1:
         text = "By elimination: it is the only request of the plan that did not go the plain way."
-        return Attribution(name_of(odd[0]), _kinds(odd[0], ways), (text,))
+        return Attribution(name_of(odd[0]), _kinds(odd[0], ways), (text,), ids_of(odd))
     text = "Owner not known: only totals were seen, no account of single iterations."
     if odd:
         text += " Candidates: " + "; ".join(

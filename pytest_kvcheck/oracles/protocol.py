@@ -7,7 +7,7 @@ import re
 from pytest_kvcheck.findings import Finding, Status, some
 from pytest_kvcheck.operations import OVERLAP
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import NO_KIND, asked_to_stop, name_of, names, starved
+from pytest_kvcheck.oracles.common import NO_KIND, asked_to_stop, ids_of, name_of, names, starved
 from pytest_kvcheck.trace import FINISHED, OpRecord
 
 NAME = "protocol"
@@ -156,6 +156,7 @@ def _finding(kind: str, sort: str, group: list[tuple[OpRecord, str]]) -> Finding
         status=status,
         headline=f"{name_of(record)}: {text}",
         owner=name_of(record),
+        operations=ids_of(other for other, _ in group),
         evidence=tuple(evidence),
         next_step="find the request in the trace and the server's log at that time",
         also=also.get(sort, ()),

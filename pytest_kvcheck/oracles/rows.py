@@ -88,6 +88,7 @@ def judge_rows(facts: CaseFacts) -> list[Finding]:
             status="leak",
             headline=f"{lost} of {rows} request rows are gone: {rows - lost} plain requests ran side by side",
             owner=why.owner,
+            operations=why.operations,
             evidence=(
                 f"Probes of {after[0].sent} requests reached {peaks}; the others waited until one had ended.",
                 *why.evidence,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pytest_kvcheck.findings import Finding, Status, some
 from pytest_kvcheck.oracles.base import CaseFacts
-from pytest_kvcheck.oracles.common import asked_to_stop, name_of, names, requests, turns_of
+from pytest_kvcheck.oracles.common import asked_to_stop, ids_of, name_of, names, requests, turns_of
 from pytest_kvcheck.trace import FINISHED, OpRecord
 
 NAME = "session_arithmetic"
@@ -57,6 +57,7 @@ def _finding(group: list[Wrong]) -> Finding:
         headline=f"{name_of(first.record)}: {first.text}",
         tokens=first.tokens,
         owner=name_of(first.record),
+        operations=ids_of(one.record for one in group),
         evidence=tuple(evidence),
         next_step=first.next_step,
         also=first.also,

@@ -27,6 +27,10 @@ NO_FAULT = ("unexercised", "inconclusive")
 # 95 % of the normal distribution, two-sided.
 Z = 1.96
 CONFIRM = 3
+# How often a part of a plan is run before it counts as harmless, where the fault does not always show.
+RETRIES = 3
+# So few operations need no second search.
+SMALL = 6
 # A server that hangs is told from a slow one by the canary; the plan's own operations need not wait long.
 STUCK_DEADLINE = 15.0
 
@@ -161,10 +165,16 @@ class _Search:
             return None
         self.plan, self.finding = whole, seen
         # A fault that shows only sometimes gets a few chances to show in each smaller plan.
-        self._attempts = 1 if first.seen == first.tried else 3
+        self._attempts = 1 if first.seen == first.tried else RETRIES
         self._quieter_cell()
+        self._suspects()
         self._accept(passes.direct(self.plan), "ordering points")
         self._reduce()
+        if passes.size(self.plan) > SMALL and self._attempts == 1:
+            # What always shows in a long plan, which has many chances, may show only sometimes in a part of it.
+            self._attempts = RETRIES
+            self._tried = {key: shown for key, shown in self._tried.items() if shown}
+            self._reduce()
         reduced = self.plan, self.cell
         # Smaller sizes bring races to their edge: such a step must show the fault twice.
         self._repeat = 2 if first.seen == first.tried else 1
@@ -244,6 +254,16 @@ class _Search:
         if seen is not None and (seen.status, seen.pool) == (self.target.status, self.target.pool):
             self._steps.append(f"the engine's own checks off: {seen.kind} by {seen.oracle} instead")
             self.cell, self.target, self.finding = cell, seen, seen
+
+    def _suspects(self) -> None:
+        """What the finding points to, alone with all that ran beside it: nearly all of a long plan at once."""
+        attempts, self._attempts = self._attempts, RETRIES
+        for suspect in self.finding.operations:
+            if self._accept(passes.beside(self.plan, suspect), f"what ran beside operation {suspect}"):
+                rate, _ = confirm(self.plan, self.cell, self.target, self._counted, CONFIRM)
+                self._attempts = 1 if rate.seen == rate.tried else RETRIES
+                return
+        self._attempts = attempts
 
     def _reduce(self) -> None:
         """Drop sessions and plain requests, then single operations, until nothing more can go."""

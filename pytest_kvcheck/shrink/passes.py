@@ -95,6 +95,17 @@ def actors(plan: Plan) -> list[Unit]:
     return [frozenset(ids) for ids in groups.values()]
 
 
+def beside(plan: Plan, suspect: int) -> Plan:
+    """Only who does something between the same ordering points as the suspect, each with all that it does."""
+    stage, at = 0, {}
+    for op in plan.operations:
+        stage += op.kind == "barrier" and op.target is None
+        at[op.id] = stage
+    kept = {one for unit in actors(plan) if any(at[op] == at.get(suspect) for op in unit) for one in unit}
+    points = {op.id for op in plan.operations if op.kind == "barrier" and op.target is None}
+    return without(plan, [op.id for op in plan.operations if op.id not in kept | points])
+
+
 def singles(plan: Plan) -> list[Unit]:
     """Every operation by itself; :func:`without` takes what hangs on it."""
     return [frozenset({op.id}) for op in plan.operations]
