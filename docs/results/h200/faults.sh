@@ -1,11 +1,11 @@
-# bash faults.sh WORKERS DIR: every fault of the reference engine before fuzz, on the CPU, a text each cell and check.
+# bash faults.sh WORKERS DIR CHECK...: every fault of the reference engine before fuzz, on the CPU, a text each cell and check.
 # One process a cell and check, so that each clean twin runs once and a cut costs little; texts hold what was said.
 mkdir -p "$2"
 cd "$2" || exit
 export CUDA_VISIBLE_DEVICES=
 plain="stale-tail-on-next-turn abort-queued-row abort-prefill-chunk aborted-turn-kept-as-history lock-never-released
   close-in-flight-leak refusal-frees-session session-timeout-leak cached-tokens-off-by-one stale-kv-slot"
-for check in off on; do
+for check in "${@:3}"; do
   echo "plain $check" $plain $([ $check = off ] || echo lent-slot-double-count)
   echo "health $check health-lies-when-stuck"
   echo "eagle-v2 $check bonus-slot-race overshoot-untrimmed stop-overshoot-kept"
