@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pytest_kvcheck.cells import Case
+from pytest_kvcheck.findings import some
 from pytest_kvcheck.judge import Bench
 from pytest_kvcheck.measure import Size, Subject, measure, reference_subjects, table
 from pytest_kvcheck.mutants import mutants, subjects_of
@@ -18,12 +21,12 @@ from pytest_kvcheck.settings import Settings, scorer_of
 from pytest_kvcheck.shrink.case import shrink_case
 from pytest_kvcheck.workloads import WORKLOADS
 
-_HEAD = """# Detection
+_HEAD = """# Detection{alone}
 
 Every fault that the reference engine can plant, found by kvcheck or not, with the engine's own memory check on
 and off. `named` says whether the finding's first kind is the planted one (right), or it stands among the kinds
 that fit the observation too (also). `plans` is how many plans of the workload it took, `requests` and `seconds`
-are those of the load until the verdict; `repro` is the size of the minimised plan. Made by
+are those of the load until the verdict; `repro` is the size of the minimised plan. Made on {machine}, by
 
     {command}
 """
@@ -55,7 +58,12 @@ def measure_command(faults: Sequence[Mapping[str, str]], chosen: argparse.Namesp
         bench.close()
     text = table(measured)
     if chosen.output is not None:
-        head = _HEAD.format(command=shlex.join(["kvcheck", *sys.argv[1:]]))
+        cores = some(len(os.sched_getaffinity(0)), "core")
+        head = _HEAD.format(
+            alone=f" by `{chosen.workload}` alone" if chosen.workload else "",
+            machine=f"{cores} ({platform.system()} {platform.machine()}, Python {platform.python_version()})",
+            command=shlex.join(["kvcheck", *sys.argv[1:]]),
+        )
         chosen.output.write_text(f"{head}\n{text}\n{measured.summary}\n", encoding="utf-8")
     print(f"\n{text}\n{measured.summary}")
     return 0 if measured.good else 1

@@ -173,7 +173,7 @@ class Examination:
                 break
         if served and not home(facts.idle, facts.baseline):
             self._run(replay.pins_plan(self.records).operations, "probe")
-        for attempt in (1, 2):
+        for attempt in (1, 2, 3):
             if not served or self._row_probe(attempt, "after"):
                 break
         if served and not home(facts.idle, facts.baseline):
@@ -204,7 +204,7 @@ class Examination:
     def _row_probe(self, attempt: int, when: str) -> bool:
         """Whether as many requests as there are rows ran side by side (or could not be asked to)."""
         plan = replay.row_probe_plan(self.case.cell, self.bed.vocab_size, self.seed, attempt, when)
-        done = self._run(plan.operations, "probe")
+        done = [record for record in self._run(plan.operations, "probe") if record.op.generates]
         probe = rows.read_probe(done)
         return not done or (probe is not None and probe.peak >= self.case.cell.features.max_running)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_kvcheck.cells import Case, Cell, WorkloadRef
-from pytest_kvcheck.findings import Finding
+from pytest_kvcheck.findings import Finding, some
 from pytest_kvcheck.judge import Bench
 from pytest_kvcheck.reach import REACH, cell_of
 from pytest_kvcheck.report.results import CaseResult
@@ -199,7 +199,7 @@ def table(measured: Measurement) -> str:
             str(row.plans),
             str(row.requests),
             f"{row.seconds:.1f}",
-            "" if row.operations is None else f"{row.operations} operations",
+            "" if row.operations is None else some(row.operations, "operation"),
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += ["", *(f"- **false alarm** {name}: {why}" for name, why in measured.alarms.items())]

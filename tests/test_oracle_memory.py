@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -241,8 +242,21 @@ def probe(
     return records
 
 
-def test_a_missing_row_shows_in_two_probes() -> None:
-    facts = facts_of([*probe(1, 6, 8), *probe(2, 6, 8, lasts=30.0), ABORTED])
+def paced(rows: int, sent: int, lasts: float = 90.0, pace: float = 1.0) -> list[OpRecord]:
+    """The third probe: each is sent when the one before it has shown a token."""
+    records = probe(3, rows, sent, lasts, stagger=pace)
+    for before, record in pairwise(records):
+        record.started = before.first_token or 0.0
+    return records
+
+
+def three(rows: int, sent: int, stagger: float = 0.1) -> list[OpRecord]:
+    short = probe(1, rows, sent, lasts=10.0, stagger=stagger)
+    return [*short, *probe(2, rows, sent, lasts=30.0, stagger=stagger), *paced(rows, sent)]
+
+
+def test_a_missing_row_shows_in_three_probes() -> None:
+    facts = facts_of([*three(6, 8), ABORTED])
     (finding,) = judge_rows(facts)
     assert (finding.kind, finding.status, finding.owner) == ("K11", "leak", "s1 turn 2")
     assert finding.headline.startswith("2 of 8 request rows are gone")
@@ -250,23 +264,32 @@ def test_a_missing_row_shows_in_two_probes() -> None:
 
 def test_a_missing_row_shows_where_the_shorter_probe_is_over_at_once() -> None:
     # Seen on an H200: 43 ms until everyone was in, 85 ms until the first was done.
-    fast = [*probe(1, 6, 8, lasts=10.0, stagger=1.0), *probe(2, 6, 8, lasts=30.0, stagger=1.0)]
-    assert [finding.kind for finding in judge_rows(facts_of(fast))] == ["K11"]
+    assert [finding.kind for finding in judge_rows(facts_of(three(6, 8, stagger=1.0)))] == ["K11"]
+
+
+def test_a_batch_that_was_called_full_too_early_is_no_missing_row() -> None:
+    """As seen on a clean SGLang 0.5.12, mixed chunks of 32: 15 of 16 of a burst, its own idle check content."""
+    burst = [*probe(1, 15, 16), *probe(2, 15, 16, lasts=30.0)]
+    assert judge_rows(facts_of(burst)) == []
+    assert judge_rows(facts_of([*burst, *paced(16, 16)])) == []
+    assert len(judge_rows(facts_of([*burst, *paced(15, 16)]))) == 1
+    # Those that come one by one prove nothing where the first has ended before the last was let in.
+    assert judge_rows(facts_of([*burst, *paced(15, 16, lasts=20.0)])) == []
 
 
 def test_all_rows_or_slow_admission_is_no_leak() -> None:
-    assert judge_rows(facts_of([*probe(1, 8, 8), *probe(2, 8, 8)])) == []
+    assert judge_rows(facts_of(three(8, 8))) == []
     assert judge_rows(facts_of(probe(1, 6, 8))) == []
     # One prompt takes longer than a whole answer: few overlap, more of them with longer answers.
-    slow = [*probe(1, 8, 8, lasts=10.0, stagger=4.0), *probe(2, 8, 8, lasts=30.0, stagger=4.0)]
+    slow = [*three(8, 8, stagger=4.0)[:16], *paced(8, 8, lasts=20.0, pace=4.0)]
     assert judge_rows(facts_of(slow)) == []
 
 
 def test_requests_that_are_held_up_on_their_way_are_no_missing_rows() -> None:
-    late = [*probe(1, 8, 8, lasts=10.0), *probe(2, 8, 8, lasts=30.0)]
-    for record in (late[0], late[8]):
+    late = three(8, 8)
+    for record in (late[0], late[8], late[16]):
         record.first_token, record.ended = record.ended + 5.0, record.ended + 15.0
-    for record in (late[1], late[9]):
+    for record in (late[1], late[9], late[17]):
         record.first_token = record.ended - 1.0
     assert judge_rows(facts_of(late)) == []
 
@@ -281,13 +304,13 @@ def test_answers_that_a_starved_front_end_hands_out_whole_are_no_missing_rows() 
     for number in range(8):
         burst[number] = changed(burst[number], first_token=0.1 + number / 50, ended=0.11 + number / 50)
     assert [p.peak for p in map(read_probe, (burst[:8], burst[8:])) if p] == [1, 1]
-    assert judge_rows(facts_of(burst)) == []
+    assert judge_rows(facts_of([*burst, *paced(7, 8)])) == []
 
 
 def test_rows_that_an_engine_keeps_for_itself_are_not_missing() -> None:
     own = probe(9, 7, 8, when="before")
-    assert judge_rows(facts_of([*own, *probe(1, 7, 8), *probe(2, 7, 8, lasts=30.0)])) == []
-    assert len(judge_rows(facts_of([*own, *probe(1, 6, 8), *probe(2, 6, 8, lasts=30.0)]))) == 1
+    assert judge_rows(facts_of([*own, *three(7, 8)])) == []
+    assert len(judge_rows(facts_of([*own, *three(6, 8)]))) == 1
 
 
 def test_a_lagging_client_says_nothing_about_rows() -> None:

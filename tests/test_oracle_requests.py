@@ -469,6 +469,11 @@ def test_probes_fit_their_cell_and_repeat_nothing() -> None:
     assert first.id != second.id
     engine = Simulated()
     assert engine.run(row_probe_plan(cell, VOCAB, 1).operations, "probe")
+    paced = row_probe_plan(cell, VOCAB, 1, attempt=3).operations
+    asked, waits = [op for op in paced if op.generates], [op for op in paced if op.kind == "barrier"]
+    assert [op.after for op in asked] == [(), *((wait.id,) for wait in waits[:-1])]
+    assert [(op.target, op.when_tokens) for op in waits] == [(op.id, 1) for op in asked]
+    assert {op.max_new_tokens for op in asked} == {96}
 
 
 def test_a_plan_from_the_builder_runs_clean_through_every_oracle() -> None:

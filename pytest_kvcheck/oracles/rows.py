@@ -51,31 +51,32 @@ def read_probe(records: list[OpRecord]) -> Probe | None:
 
 
 def judge_rows(facts: CaseFacts) -> list[Finding]:
-    """K11 where two probes of different length run short by the same number of rows.
+    """K11 where three probes run short by the same number of rows.
 
-    The longer probe gives a slow server three times the time to admit everyone; only missing rows hold equally
-    many back. A probe of the fresh launch ("rows before") is the measure where there is one, because an engine
-    may keep rows for itself.
+    The second gives a slow server three times the time to admit everyone, the third has each request come when
+    the one before it runs; only missing rows hold equally many back in all of them. A probe of the fresh launch
+    ("rows before") is the measure where there is one, because an engine may keep rows for itself.
     """
     if starved(facts) or not facts.server.alive:
         return []
     probes: dict[str, list[OpRecord]] = {}
     for record in facts.of_phase("probe"):
         when, _, rest = record.op.label.removeprefix("rows ").partition(" ")
-        if record.op.label.startswith("rows "):
+        if record.op.generates and record.op.label.startswith("rows "):
             probes.setdefault(f"{when} {rest.split()[0]}", []).append(record)
     read = {name: probe for name, records in probes.items() if (probe := read_probe(records)) is not None}
     after = [probe for name, probe in read.items() if name.startswith("after")]
-    if len(after) < 2:
+    if len(after) < 3:
         return []
     before = [probe.peak for name, probe in read.items() if name.startswith("before")]
     rows = max(before) if before else min(probe.sent for probe in after)
     missing = {rows - probe.peak for probe in after}
-    # On a fast server the shorter probe is over almost as soon as everyone was let in: the longer one tells.
+    # On a fast server the shortest probe is over almost as soon as everyone was let in: the longer ones tell.
+    # Of those that come one by one, only the first that had to wait was sent before another had ended.
     clean = (
-        all(probe.turned_away == probe.sent - probe.peak for probe in after)
-        and after[-1].prompt
-        and after[-1].second_wave
+        all(probe.turned_away == probe.sent - probe.peak for probe in after[:2])
+        and after[-1].turned_away > 0
+        and all(probe.prompt and probe.second_wave for probe in after[1:])
     )
     if len(missing) != 1 or not clean or (lost := missing.pop()) <= 0:
         return []

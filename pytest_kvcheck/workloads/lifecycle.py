@@ -10,7 +10,11 @@ APPEND = 24
 
 
 def _close_in_flight(context: WorkloadContext) -> Plan:
-    """Sessions are closed while a turn of theirs runs: the second turn, or their very first."""
+    """Sessions are closed while a turn of theirs runs: the second turn, or their very first. Others are closed
+    behind an abort, and nobody asks them again: with the abort still on its way, or answered.
+
+    A request decodes beside the aborted turns, so that some of them wait retracted where a cell retracts.
+    """
     plan = context.builder("close-in-flight")
     count, new = context.number("sessions"), context.number("max_new_tokens")
     for round_ in range(context.rounds):
@@ -23,6 +27,22 @@ def _close_in_flight(context: WorkloadContext) -> Plan:
         for at, name in enumerate(names):
             turn = plan.turn(name, APPEND, new, expect="either", label=f"{name} closed turn")
             plan.close(name, target=turn, when_tokens=(round_ + at) % 4)
+        plan.fence()
+        names = [f"r{round_}-a{at}" for at in range(count)]
+        for name in names:
+            plan.open(name)
+        for name in names[1:]:
+            plan.turn(name, APPEND, 8, label=f"{name} turn 1")
+        plan.fence()
+        plan.hold([plan.running(plan.generate(APPEND, new, label="beside the aborts"))])
+        for at, name in enumerate(names):
+            turn = plan.turn(name, APPEND, new, expect="either", label=f"{name} aborted turn")
+            when = 2 + (round_ + at) % 4
+            plan.abort(turn, when_tokens=when)
+            if (round_ + at) % 2:
+                plan.close(name)
+            else:
+                plan.close(name, target=turn, when_tokens=when)
         plan.fence()
         plan.generate(APPEND, 8, label="after the closes")
         plan.fence()
@@ -139,19 +159,19 @@ def _retry_after_leaving(context: WorkloadContext) -> Plan:
     return context.plan(plan, "disconnect", "cached_turn")
 
 
-def _closable(cell: Cell, params: Numbers) -> str | None:
+def _closable(cell: Cell, params: Numbers, beside: int = 0) -> str | None:
     sessions = int(params.get("sessions", 2))
     needed = 2 * APPEND + 8 + int(params["max_new_tokens"])
-    return server_sessions(cell) or room(cell, sessions, needed)
+    return server_sessions(cell) or room(cell, sessions + beside, needed)
 
 
 LIFECYCLE = (
     Workload(
         "close-in-flight",
-        "Sessions are closed while a turn of theirs runs.",
+        "Sessions are closed while a turn of theirs runs, and behind a turn that is aborted.",
         _close_in_flight,
         {"sessions": 3, "rounds": 3, "max_new_tokens": 64},
-        _closable,
+        lambda cell, params: _closable(cell, params, beside=1),
     ),
     Workload(
         "double-close",

@@ -24,6 +24,7 @@ CONTROL_TOKENS = 12
 BATCH = 6
 CONFIRMED, SCORED_AGAIN, COMPANY = 4, 3, 12
 ROW_TOKENS = (16, 48)
+ROW_DEADLINE = 300.0
 # A probe of all rows of a large server would be a load of its own.
 MOST_ROWS = 64
 MOST_PINS = 32
@@ -50,6 +51,15 @@ class _Chain:
         for op in ops:
             self._append(op, self._after)
         self._after = tuple(op.id for op in self.operations[first:]) or self._after
+
+    def paced(self, ops: Iterable[Operation]) -> None:
+        """One by one, each as soon as the one before it has shown a token."""
+        after = self._after
+        for op in ops:
+            self._append(op, after)
+            running = Operation(id=0, kind="barrier", target=self.operations[-1].id, when_tokens=1)
+            self._append(running, after)
+            after = (self.operations[-1].id,)
 
     def _append(self, op: Operation, after: tuple[int, ...]) -> None:
         fields = {name: getattr(op, name) for name in op.__struct_fields__}
@@ -260,19 +270,27 @@ def row_probe_plan(cell: Cell, vocab: int, seed: int, attempt: int = 1, when: st
     """As many plain requests at once as the cell has request rows; run it in phase ``probe``.
 
     The second ``attempt`` is three times as long: a server that lacks rows runs equally few, one that is slow
-    to admit requests runs more. Without operations where pool or context do not hold that many.
+    to admit requests runs more. The third comes one by one, each when the one before it runs: a scheduler may
+    call a batch full by how a burst met its chunks, with rows to spare (seen: SGLang 0.5.12, mixed chunks of
+    32). Without operations where pool or context do not hold that many.
     """
     features = cell.features
-    rows, tokens = features.max_running, ROW_TOKENS[min(attempt, 2) - 1]
-    length = 8
+    rows, length = features.max_running, 8
+    paced = attempt > 2
     chain = _Chain(ROWS + 10_000 * attempt + 1_000 * (when == "before"))
-    fits = length + tokens < features.context_length
-    if 1 < rows <= MOST_ROWS and fits and _fit(rows, length + tokens, features) == rows:
+    # The first of a long row must still run when the last is let in, on a fast server too.
+    lengths = (12 * rows, 6 * rows, ROW_TOKENS[1]) if paced else ROW_TOKENS[attempt - 1 : attempt]
+    fitting = (
+        n for n in lengths if length + n < features.context_length and _fit(rows, length + n, features) == rows
+    )
+    tokens = next(fitting, None)
+    if tokens is not None and 1 < rows <= MOST_ROWS:
         rng = random.Random(f"rows {seed} {when} {attempt}")
-        chain.together(
-            _generate(_prompt(rng, length, vocab), tokens, f"rows {when} {attempt} {number}")
+        ops = (
+            _generate(_prompt(rng, length, vocab), tokens, f"rows {when} {attempt} {number}", ROW_DEADLINE)
             for number in range(rows)
         )
+        (chain.paced if paced else chain.together)(ops)
     return chain.plan("rows", seed)
 
 
