@@ -35,12 +35,10 @@ def ask(prompt: list[int], new: int, session: str = "", timeout: float = 120, **
     return {"meta_info": {}, "output_ids": [], **reply.json(), "status": reply.status_code}
 
 
-def open_session() -> str:
-    reply = requests.post(
-        BASE + "/open_session", json={"capacity_of_str_len": 1 << 20, "streaming": True}, timeout=60
-    )
-    reply.raise_for_status()
-    return str(reply.json())
+def opened(session: str) -> bool:
+    """False where the server says that it has this session already."""
+    wanted = {"capacity_of_str_len": 1 << 20, "streaming": True, "session_id": session}
+    return requests.post(BASE + "/open_session", json=wanted, timeout=60).status_code == 200
 
 
 def load() -> dict[str, Any]:
@@ -50,42 +48,56 @@ def load() -> dict[str, Any]:
     return told
 
 
+def aborted_in_the_queue(session: str, rows: int, past: int) -> dict[str, Any]:
+    """The answer of a turn that is aborted while plain requests hold every row."""
+    with ThreadPoolExecutor(rows + 3) as pool:
+        names = [f"{session}-filler-{at}-" for at in range(rows + 2)]
+        fillers = [pool.submit(ask, ids(8), 600, rid=name) for name in names]
+        deadline = time.monotonic() + 60
+        while load()["num_running_reqs"] < rows - past and time.monotonic() < deadline:
+            time.sleep(0.05)
+        turn = pool.submit(ask, ids(16), 8, session, rid=f"{session}-queued")
+        time.sleep(0.5)
+        for name in (f"{session}-queued", *names):
+            requests.post(BASE + "/abort_request", json={"rid": name}, timeout=60)
+        for filler in fillers:
+            filler.result()
+        return turn.result()
+
+
 def main() -> int:
     rows = int(requests.get(BASE + "/server_info", timeout=60).json()["max_running_requests"])
-    stuck, queued = 0, 0
-    for attempt in range(4):
-        session, past = open_session(), attempt % 2
+    queued = stuck = wrong = kept = 0
+    for attempt in range(8):
+        session, past = f"queued-{attempt}", attempt % 2
+        assert opened(session)
         if past:
             ask(ids(16), 4, session)
-        with ThreadPoolExecutor(rows + 3) as pool:
-            fillers = [pool.submit(ask, ids(8), 600, rid=f"{attempt}-filler-{at}-") for at in range(rows + 2)]
-            deadline = time.monotonic() + 60
-            while load()["num_running_reqs"] < rows - past and time.monotonic() < deadline:
-                time.sleep(0.05)
-            turn = pool.submit(ask, ids(16), 8, session, rid=f"queued-{attempt}")
-            time.sleep(0.5)
-            requests.post(BASE + "/abort_request", json={"rid": f"queued-{attempt}"}, timeout=60)
-            answer = turn.result()
-            for at in range(rows + 2):
-                requests.post(BASE + "/abort_request", json={"rid": f"{attempt}-filler-{at}-"}, timeout=60)
-            ends = {filler.result()["meta_info"].get("finish_reason", {}).get("type") for filler in fillers}
-        aborted = answer["meta_info"].get("finish_reason", {}).get("type") == "abort"
-        queued += aborted and not answer["output_ids"]
-        for _ in range(20):
-            after = ask(ids(16), 8, session)
-            if after["status"] == 200 and after["meta_info"]["finish_reason"]["type"] == "length":
-                break
-            time.sleep(0.5)
-        else:
-            stuck += 1
+        answer = aborted_in_the_queue(session, rows, past)
+        end = answer["meta_info"].get("finish_reason")
+        queued += bool(end) and end.get("type") == "abort" and not answer["output_ids"]
+        told = f"queued turn: {end}"
+        if attempt < 4:
+            for _ in range(20):
+                after = ask(ids(16), 8, session)
+                if after["status"] == 200 and after["meta_info"]["finish_reason"]["type"] == "length":
+                    break
+                time.sleep(0.5)
+            else:
+                stuck += 1
+            found = after["meta_info"].get("prompt_tokens")
+            wrong += after["status"] == 200 and found != 16 + 20 * past
+            told += f"; next turn: HTTP {after['status']}, prompt of {found} (expected {16 + 20 * past})"
         requests.post(BASE + "/close_session", json={"session_id": session}, timeout=60)
-        print(
-            f"queued turn: {answer['meta_info'].get('finish_reason')}, fillers {ends}; next turn: "
-            f"HTTP {after['status']}, {after['meta_info'].get('prompt_tokens')} prompt tokens "
-            f"(expected {16 + 20 * past}), {after['meta_info'].get('finish_reason', after.get('error'))}"
-        )
-    print(f"{queued} of 4 turns were aborted before a token; {stuck} of 4 sessions never took another turn")
-    return 1 if stuck else 0
+        if attempt >= 4:
+            time.sleep(3)  # a close that was put off is looked at every second
+            kept += not opened(session)
+        print(told)
+    print(
+        f"{queued} of 8 turns were aborted before a token; of 4 sessions {stuck} never took another turn and "
+        f"{wrong} took it with another history; of 4 that were closed at once {kept} are still open"
+    )
+    return 1 if stuck or wrong or kept else 0
 
 
 if __name__ == "__main__":
