@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pytest_kvcheck.cells import Cell
-from pytest_kvcheck.operations import LogprobMode, Plan
+from pytest_kvcheck.operations import OVERLAP, LogprobMode, Plan
 from pytest_kvcheck.workloads.base import (
     Numbers,
     Workload,
@@ -34,6 +34,7 @@ WEIGHTS = {
     "turn left": 2,
     "turn closed": 2,
     "turn refused": 1,
+    "turn overlapped": 1,
     "plain": 3,
     "plain aborted": 3,
     "plain left": 1,
@@ -77,6 +78,8 @@ class _Fuzz:
         # Speculating vLLM on a CPU gives wrong tokens beside sampled requests (docs/findings/vllm-55005.md),
         # and several samples in no other way: fuzz would find that and nothing else.
         self.groups = context.cell.engine != "vllm" or features.speculative is None
+        # SGLang takes a second turn beside one that runs (docs/findings/sglang-overlapping-turn.md): likewise.
+        self.overlaps = context.cell.engine != "sglang"
         self.refuses = False
 
     # --- drawing ---------------------------------------------------------------------------------
@@ -140,6 +143,8 @@ class _Fuzz:
     def possible(self, kind: str) -> bool:
         if kind.startswith("turn"):
             fits = [session for session in self.free() if kind != "turn refused" or session.sure >= 8]
+            if kind == "turn overlapped":
+                return bool(fits) and self.server_keeps and self.overlaps
             return bool(fits) and (kind != "turn closed" or self.server_keeps)
         if kind.startswith(("plain", "prefix", "long")):
             long_enough = not kind.startswith("long") or self.long_size() > LEAST
@@ -172,6 +177,8 @@ class _Fuzz:
                 self.plan.close(self.closed[self.plan.between(0, len(self.closed) - 1)])
             case "turn refused":
                 self.refused(self.pick_session(sure=8))
+            case "turn overlapped":
+                self.overlapped(self.pick_session())
             case _ if kind.startswith("turn"):
                 self.turn(self.pick_session(), kind.removeprefix("turn").strip())
             case _:
@@ -210,6 +217,29 @@ class _Fuzz:
             self.plan.turn(session.name, limit - 4, 8, expect="reject", label="over-length turn")
         session.busy = True
         self.refuses = True
+
+    def overlapped(self, session: _Session) -> None:
+        """A turn, and two more that are sent while it runs, which the engine must refuse."""
+        new = 4
+        output = min(MOST_OUTPUT, self.share - session.held - new)
+        label = f"{session.name} turn overlapped"
+        running = self.plan.turn(session.name, new, output, label=label)
+        session.held += new + output
+        session.sure += new + output
+        for at in (1, output // 2):
+            # Late, it meets the turn ended, and is a turn like any other.
+            self.plan.turn(
+                session.name,
+                1,
+                1,
+                expect="reject",
+                invalid=OVERLAP,
+                label=f"{session.name} overlapping",
+                target=running,
+                when_tokens=at,
+            )
+            session.held += 2
+        session.busy = True
 
     def turn(self, session: _Session, end: str) -> None:
         output = self.output(session.held)
