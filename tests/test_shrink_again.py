@@ -178,6 +178,6 @@ def test_a_failure_is_minimised_where_asked_for(tmp_path: Path, monkeypatch: pyt
     assert result.repro in (case_folder(asked.settings, ID) / "result.json").read_text()
     said = result.findings[0].evidence[-1]
     assert said == (
-        "By minimising the plan (3 of 3 runs (95 % interval 44% to 100%)): 3 operations are enough: "
+        "By minimising the plan (3 of 3 runs (95 % interval 44% to 100%)), it takes 3 operations: "
         "0: open s; 1: turn s (2 new tokens, 9 wanted); 2: abort of operation 1 at 0 tokens."
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from oracle_helpers import make_cell
 
+import pytest_kvcheck
 from pytest_kvcheck.findings import Finding
 from pytest_kvcheck.launch.models import cache_dir
 from pytest_kvcheck.operations import Plan
@@ -124,6 +125,15 @@ def test_a_synthetic_model_is_made_by_whoever_reads_it() -> None:
     command = Launch(("/x/python", "-m", "engine", "--model-path", model), {}, "reference", "1").command()
     assert (
         command == "kvcheck models make . --only tiny-llama\npython -m engine \\\n  --model-path ./tiny-llama"
+    )
+
+
+def test_what_we_put_into_an_engine_is_brought_along_by_whoever_reads_it() -> None:
+    stub = Path(pytest_kvcheck.__file__).parent / "engines" / "sglang_cpu" / "stub"
+    command = Launch(("/x/python", "-m", "engine"), {"PYTHONPATH": str(stub)}, "sglang", "1").command()
+    assert command == (
+        "pip install --no-deps --target kvcheck pytest-kvcheck\n"
+        "PYTHONPATH=./kvcheck/pytest_kvcheck/engines/sglang_cpu/stub \\\n  python -m engine"
     )
 
 

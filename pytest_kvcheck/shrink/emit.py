@@ -27,6 +27,8 @@ PORT = "30000"
 ROUNDS = 10
 # Variables that only our own check of a launch needs.
 _OURS = ("SGLANG_EXPOSE_OWN_ENV_VARS",)
+_PACKAGE = Path(__file__).resolve().parent.parent
+_ELSEWHERE = "./kvcheck/pytest_kvcheck"
 EXPECTED = {
     "used": "with every session closed and no request left, the pool holds as much as before.",
     "rows": "as many requests run side by side afterwards as before.",
@@ -62,9 +64,10 @@ class Launch:
                 name = path.name.rpartition("-")[0]
                 argv[at] = f"./{name}"
                 made.append(f"kvcheck models make . --only {name}")
-        lines = [
-            f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items()) if name not in _OURS
-        ]
+        env = {name: value.replace(str(_PACKAGE), _ELSEWHERE) for name, value in self.env.items()}
+        if env != self.env:  # what we put into an engine is ours to bring along
+            made.append("pip install --no-deps --target kvcheck pytest-kvcheck")
+        lines = [f"{name}={shlex.quote(value)}" for name, value in sorted(env.items()) if name not in _OURS]
         lines.append("python")
         for word in argv[1:]:
             if word.startswith("--"):

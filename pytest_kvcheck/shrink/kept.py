@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from pytest_kvcheck.casefiles import case_folder
 from pytest_kvcheck.cells import Case
-from pytest_kvcheck.findings import Finding
+from pytest_kvcheck.findings import Finding, some
 from pytest_kvcheck.judge import Bench
 from pytest_kvcheck.operations import Operation, Plan
 from pytest_kvcheck.report.results import CaseResult, write_result
@@ -73,7 +73,9 @@ def _attributed(finding: Finding, made: Minimised) -> Finding:
     """The finding with what its minimisation says of its owner: what is left of the plan is what it takes."""
     what = "; ".join(_words(op) for op in made.plan.operations[:SHOWN])
     more = f" and {made.operations - SHOWN} more" if made.operations > SHOWN else ""
-    evidence = f"By minimising the plan ({made.last}): {made.operations} operations are enough: {what}{more}."
+    evidence = (
+        f"By minimising the plan ({made.last}), it takes {some(made.operations, 'operation')}: {what}{more}."
+    )
     return replace(finding, owner=finding.owner or made.finding.owner, evidence=(*finding.evidence, evidence))
 
 
