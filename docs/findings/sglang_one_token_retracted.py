@@ -33,12 +33,12 @@ def ask(prompt: list[int], new: int, **more: Any) -> dict[str, Any]:
     return answer
 
 
-def first_turn(size: int) -> bool:
+def first_turn(size: int, new: int) -> bool:
     """Whether a session's first turn of `size` tokens was answered whole, while another request decodes."""
     session = post("/open_session", {"capacity_of_str_len": 1 << 20, "streaming": True})
-    answer = ask(ids(size), 4, session_params={"id": session})
+    answer = ask(ids(size), new, session_params={"id": session})
     post("/close_session", {"session_id": session})
-    return len(answer.get("output_ids", [])) == 4
+    return len(answer.get("output_ids", [])) == new
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
             beside = pool.submit(ask, ids(16), 3000)
             try:
                 while not beside.done() and whole < 40:
-                    whole += first_turn(size)
+                    whole += first_turn(size, 4 + whole % 3)  # not always the same step of three
                 beside.result()
             except requests.RequestException as error:
                 print(

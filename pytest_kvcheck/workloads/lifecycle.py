@@ -13,7 +13,8 @@ def _close_in_flight(context: WorkloadContext) -> Plan:
     """Sessions are closed while a turn of theirs runs: the second turn, or their very first. Others are closed
     behind an abort, and nobody asks them again: with the abort still on its way, or answered.
 
-    A request decodes beside the aborted turns, so that some of them wait retracted where a cell retracts.
+    Each aborted turn is alone beside a request that has decoded for longer: where a cell retracts, it is this
+    turn that waits, half of the time.
     """
     plan = context.builder("close-in-flight")
     count, new = context.number("sessions"), context.number("max_new_tokens")
@@ -34,7 +35,7 @@ def _close_in_flight(context: WorkloadContext) -> Plan:
         for name in names[1:]:
             plan.turn(name, APPEND, 8, label=f"{name} turn 1")
         plan.fence()
-        plan.hold([plan.running(plan.generate(APPEND, new, label="beside the aborts"))])
+        plan.hold([plan.running(plan.generate(APPEND, count * new, label="beside the aborts"))])
         for at, name in enumerate(names):
             turn = plan.turn(name, APPEND, new, expect="either", label=f"{name} aborted turn")
             when = 2 + (round_ + at) % 4
@@ -43,6 +44,7 @@ def _close_in_flight(context: WorkloadContext) -> Plan:
                 plan.close(name)
             else:
                 plan.close(name, target=turn, when_tokens=when)
+            plan.hold([turn])
         plan.fence()
         plan.generate(APPEND, 8, label="after the closes")
         plan.fence()
@@ -159,10 +161,17 @@ def _retry_after_leaving(context: WorkloadContext) -> Plan:
     return context.plan(plan, "disconnect", "cached_turn")
 
 
-def _closable(cell: Cell, params: Numbers, beside: int = 0) -> str | None:
+def _closable(cell: Cell, params: Numbers) -> str | None:
     sessions = int(params.get("sessions", 2))
     needed = 2 * APPEND + 8 + int(params["max_new_tokens"])
-    return server_sessions(cell) or room(cell, sessions + beside, needed)
+    return server_sessions(cell) or room(cell, sessions, needed)
+
+
+def _abortable(cell: Cell, params: Numbers) -> str | None:
+    """As :func:`_closable`, with the request beside that decodes as much as all the sessions do."""
+    sessions = int(params["sessions"])
+    decoded = APPEND + sessions * int(params["max_new_tokens"])
+    return _closable(cell, params) or room(cell, sessions + 1, decoded)
 
 
 LIFECYCLE = (
@@ -171,7 +180,7 @@ LIFECYCLE = (
         "Sessions are closed while a turn of theirs runs, and behind a turn that is aborted.",
         _close_in_flight,
         {"sessions": 3, "rounds": 3, "max_new_tokens": 64},
-        lambda cell, params: _closable(cell, params, beside=1),
+        _abortable,
     ),
     Workload(
         "double-close",
