@@ -111,6 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = chosen.run
     try:
         return run(chosen)
+    except KeyboardInterrupt:
+        print(f"kvcheck {chosen.command}: interrupted", file=sys.stderr)
+        return 130
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(f"kvcheck {chosen.command}: {where}{error.strerror or error}", file=sys.stderr)

@@ -69,10 +69,11 @@ class Measurement:
     twins: int = 0
     alarms: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    cut: bool = False  # interrupted: the rows are those of before
 
     @property
     def good(self) -> bool:
-        return bool(self.rows) and all(row.found for row in self.rows) and not self.alarms
+        return not self.cut and bool(self.rows) and all(row.found for row in self.rows) and not self.alarms
 
     @property
     def summary(self) -> str:
@@ -83,7 +84,7 @@ class Measurement:
         return (
             f"{len(found)} of {len(self.rows)} found; kind right in {right}, among those named in {named}, "
             f"wrong in {len(found) - right - named}; {len(self.alarms)} alarms from {self.twins} clean twins; "
-            f"{self.seconds:.0f} s"
+            f"{self.seconds:.0f} s" + (", then interrupted" if self.cut else "")
         )
 
 
@@ -121,10 +122,22 @@ def measure(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Measurement:
     """Run every distinct twin with ``plans`` plans of its workload, and every subject with as many or until it
-    is found. ``size`` minimises a found case and says how far.
+    is found. ``size`` minimises a found case and says how far. An interrupt ends it with what there is by then.
     """
     found = Measurement()
     began = time.monotonic()
+    try:
+        _clean(found, subjects, bench, plans, progress)
+        _planted(found, subjects, bench, plans, size, progress)
+    except KeyboardInterrupt:
+        found.cut = True
+    found.seconds = time.monotonic() - began
+    return found
+
+
+def _clean(
+    found: Measurement, subjects: Sequence[Subject], bench: Bench, plans: int, progress: Callable[[str], None]
+) -> None:
     twins = {(s.twin.launch_key, s.workload.name): s for s in subjects}
     # Those of one launch key stand together and share a server.
     ordered = [twins[key] for key in sorted(twins)]
@@ -136,8 +149,18 @@ def measure(
             result = bench.run(case, case_id, last=last and number == plans - 1)
             if result.outcome != "passed":
                 found.alarms[case_id] = f"{result.outcome}: {result.reason}"
+        found.twins += 1
         progress(f"clean twin {case_id}: {found.alarms.get(case_id, 'silent')}")
-    found.twins = len(twins)
+
+
+def _planted(
+    found: Measurement,
+    subjects: Sequence[Subject],
+    bench: Bench,
+    plans: int,
+    size: Size | None,
+    progress: Callable[[str], None],
+) -> None:
     silent = {subject.name for subject in subjects if subject.check == "off"}
     for subject in subjects:
         case_id = f"{subject.name}-{subject.check}::{subject.cell.name}::{subject.workload.name}"
@@ -156,8 +179,6 @@ def measure(
             row.operations = size(case, result)
         found.rows.append(row)
         progress(f"{subject.name}, check {subject.check}: {row.outcome} {_kinds(row)}")
-    found.seconds = time.monotonic() - began
-    return found
 
 
 def _effort(result: CaseResult) -> tuple[int, float]:

@@ -19,7 +19,7 @@ class FakeServer:
 
     ``behave`` maps the body of a generate request to a behaviour: "ok", "slow" (20 ms a token), "hang", "500",
     "400", "truncate" (no end mark), "cut" (half an event), "reset", "garbage", "html", "nan", "linger" (the
-    connection stays open behind the end mark).
+    connection stays open behind the end mark), "late" (all is over a moment before the last event is sent).
     """
 
     def __init__(self, behave: Callable[[Json], str] = lambda body: "ok") -> None:
@@ -145,8 +145,12 @@ class FakeServer:
             if how == "cut" and self.in_flight[body["rid"]] == 2:
                 await reply.write(data[:20])
                 return reply
+            if how == "late" and event["meta_info"]["finish_reason"]:
+                self._commit(session, prompt, event)
+                self.busy.discard(session)
+                await asyncio.sleep(0.1)
             await reply.write(data)
-            if event["meta_info"]["finish_reason"]:
+            if how != "late" and event["meta_info"]["finish_reason"]:
                 self._commit(session, prompt, event)
         if how == "truncate":
             return reply

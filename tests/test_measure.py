@@ -107,6 +107,19 @@ def test_plans_go_on_until_a_fault_is_found_and_to_the_end_for_a_twin() -> None:
     assert twins == [False, False, True] * 5, "a server is kept for all plans of a twin"
 
 
+def test_an_interrupt_keeps_what_was_found_by_then() -> None:
+    def said(case: Case) -> list[Finding]:
+        if "double-free" in case.cell.plant:
+            raise KeyboardInterrupt
+        return right(case)
+
+    measured, _ = run(said)
+    assert not measured.good
+    assert [row.subject.name for row in measured.rows] == ["retract-tail"]
+    assert measured.summary.startswith("1 of 1 found")
+    assert measured.summary.endswith(", then interrupted")
+
+
 def test_one_workload_may_look_for_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     subjects = reference_subjects(KINDS, ("on", "off"), "fuzz")
     assert {subject.workload.name for subject in subjects} == {"fuzz"}

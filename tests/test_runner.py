@@ -10,8 +10,11 @@ import pytest
 from aiohttp import web
 from client_helpers import FakeEngine, cell, drain
 from fake_server import FakeServer
+from oracle_helpers import facts_of
 
-from pytest_kvcheck.operations import Operation
+from pytest_kvcheck.operations import OVERLAP, Operation
+from pytest_kvcheck.oracles.protocol import judge_protocol
+from pytest_kvcheck.oracles.session_arithmetic import judge_session_arithmetic
 from pytest_kvcheck.trace import OpRecord, TraceHeader, TraceWriter, read_trace
 from pytest_kvcheck.workloads import make_plan
 from pytest_kvcheck.workloads.plan import PlanBuilder
@@ -46,6 +49,26 @@ def test_turns_build_on_what_the_session_showed() -> None:
     rids = {record.rid for record in records.values() if record.rid}
     assert {len(rid) for rid in rids} == {32}
     assert len(rids) == 3
+
+
+def test_what_came_late_beside_a_turn_has_that_turn_in_its_history() -> None:
+    """As seen on a clean engine: it was done with a turn whose last event the client had not read yet."""
+    plan = builder()
+    plan.open("a")
+    turn = plan.turn("a", 5, 4, label="turn")
+    plan.turn("a", 1, 20, expect="reject", invalid=OVERLAP, target=turn, when_tokens=3, label="late")
+    plan.fence()
+    plan.turn("a", 2, 2, label="next")
+    how = {5: "late", 1: "slow", 2: "ok"}
+    with FakeServer(lambda body: how[len(body["input_ids"])]) as server:
+        runner = Runner(FakeEngine(), server.url)
+        records = runner.run(plan.operations)
+    facts = facts_of(records)
+    assert judge_protocol(facts) == []
+    assert judge_session_arithmetic(facts) == []
+    found = by_label(records)
+    assert found["late"].reply.prompt_tokens == 10
+    assert [found[label].history for label in ("turn", "late", "next")] == [0, 9, 30]
 
 
 def test_all_turns_of_a_round_are_in_flight_at_once() -> None:

@@ -83,7 +83,8 @@ def _came_late(facts: CaseFacts, record: OpRecord) -> bool:
     if record.op.invalid != OVERLAP:
         return False
     other = next((each for each in facts.records if each.op.id == record.op.target), None)
-    return other is None or record.shown_at_action is None or record.ended >= other.ended
+    # A client that lags reads two answers in any order.
+    return other is None or record.shown_at_action is None or record.ended >= other.ended - record.client_lag
 
 
 def _actions(facts: CaseFacts, record: OpRecord) -> list[OpRecord]:

@@ -175,11 +175,6 @@ class PlanBuilder:
             last = self._session_last.get(session)
             if last is not None and last > self._complete:
                 after.append(last)
-        if fields.get("invalid") == OVERLAP:
-            # Of two that came late and were taken, one is the other's history: the client must know which.
-            after += [
-                op.id for op in self.operations if op.invalid == OVERLAP and op.target == fields["target"]
-            ][-1:]
         self.operations.append(Operation(id=number, after=tuple(after), **fields))
         self._since.append(number)
         if session is not None and fields.get("invalid") != OVERLAP:

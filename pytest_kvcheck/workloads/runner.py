@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from pytest_kvcheck.client.calls import Call, Protocols
 from pytest_kvcheck.client.http import Flight, LoadClient
 from pytest_kvcheck.client.lag import LagMonitor
 from pytest_kvcheck.ledger import SessionLedger
-from pytest_kvcheck.operations import Operation
+from pytest_kvcheck.operations import OVERLAP, Operation
 from pytest_kvcheck.trace import Clock, Finish, OpRecord, Phase, Reply, TraceWriter
 from pytest_kvcheck.workloads.plan import check_plan
 
@@ -179,7 +180,7 @@ class _Run:
 
     def _conclude(self, record: OpRecord, flight: Flight) -> None:
         record.first_token = flight.first_shown
-        record.ended, record.ended_seq = self._clock.now(), self._clock.tick()
+        record.ended, record.ended_seq = record.ended or self._clock.now(), self._clock.tick()
         record.client_lag = self._lag.worst(record.started)
         if record.op.session in self._runner.sessions:
             self._runner.sessions[record.op.session].ledger.apply(record)
@@ -252,9 +253,15 @@ class _Run:
         record.history = len(history)
         call = self._engine.request_call(op, record.rid, session.server_id if session else None, history)
         parser = self._engine.reply_parser(op, len(history))
-        return await self._client.request(
+        reply = await self._client.request(
             call, parser, stream=op.stream, deadline=self._deadline(op), flight=flight
         )
+        if op.invalid == OVERLAP and op.target is not None:
+            # Where it was taken, the other turn was over: that one is its history, in the ledger too.
+            record.ended = self._clock.now()
+            await self._flights[op.target].reached(sys.maxsize)
+            record.history = len(history)
+        return reply
 
     async def _open(self, op: Operation, flight: Flight) -> Reply:
         name = str(op.session)
