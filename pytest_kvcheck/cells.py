@@ -82,7 +82,8 @@ class Known:
     """A finding that is expected until a date because the engine is at fault (see ``docs/findings``).
 
     ``sometimes``: it needs a race, so a run in which it does not appear is no surprise. ``before``: the first
-    release that is known to be without it, "" where there is none yet.
+    release that is known to be without it, "" where there is none yet. ``text``: words of its headline or
+    evidence, "" where the kind says enough.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class Known:
     until: str
     sometimes: bool = False
     before: str = ""
+    text: str = ""
 
     def concerns(self, version: str) -> bool:
         """Whether it is expected of this release; of one without a number only if no ``before`` is given."""

@@ -309,7 +309,9 @@ class Bench:
 def _known(case: Case, version: str) -> list[KnownRef]:
     """The findings that are expected of this release in this case."""
     return [
-        KnownRef(kind=known.kind, page=known.page, until=known.until, sometimes=known.sometimes)
+        KnownRef(
+            kind=known.kind, page=known.page, until=known.until, sometimes=known.sometimes, text=known.text
+        )
         for known in case.known
         if known.concerns(version)
     ]

@@ -95,6 +95,10 @@ IN_BODY = {
         "cells: {a: {known: {kind: K01, page: p.md, until: soon}}}",
         "m.yaml:4:51: expected a date such as 2027-03-31, found 'soon'",
     ),
+    "known crash without its words": (
+        "cells: {a: {known: [{kind: K00, page: p.md, until: 2027-01-01}]}}",
+        "m.yaml:4:21: expected K00 with the words of the finding as text, found a map",
+    ),
     "known of no kind": (
         "cells: {a: {known: [{kind: K26, page: p.md, until: 2027-01-01}]}}",
         "m.yaml:4:28: expected a fault kind from 'K01' to 'K25', found 'K26'",

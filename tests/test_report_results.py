@@ -131,6 +131,19 @@ def test_known_findings_cover_only_their_kind_and_time() -> None:
     assert not gone.expected
 
 
+def test_known_findings_may_be_told_by_their_words() -> None:
+    day = datetime.date(2026, 12, 1)
+    known = [KnownRef(kind="K00", page="p.md", until="2027-01-01", text="a reused row")]
+    crash = leak(kind="K00", status="crash", headline="AssertionError: a reused row must carry allocated KV")
+    other = leak(kind="K00", status="crash", headline="IndexError: boom", evidence=("Log line 4: boom",))
+    one = result("a", "fuzz", "crash", findings=[crash, other], known=known)
+    assert one.unexpected(day) == [other]
+    assert one.stale(day) == []
+    assert result("a", "fuzz", "crash", findings=[other], known=known).stale(day) == known
+    told = leak(kind="K00", status="crash", headline="it ended", evidence=("Log line 4: a reused row",))
+    assert result("a", "fuzz", "crash", findings=[told], known=known).unexpected(day) == []
+
+
 def test_text_tells_the_finding_and_where_to_go_on() -> None:
     text = result(
         "a", "pre-abort", "leak", findings=[leak()], reason="other", trace="t.jsonl", command="pytest x"

@@ -60,6 +60,7 @@ def _known(forms: Iterable[Mapping[str, Any]], engine: EngineName) -> tuple[Know
             form["until"].isoformat(),
             form.get("sometimes", False),
             form.get("before", ""),
+            form.get("text", ""),
         )
         for form in forms
         if form.get("engine") in (None, engine)

@@ -30,6 +30,7 @@ _EXPECTED = {
     "less_than_equal": "a number of at most {le}",
     "too_short": "a list with at least {min_length} entry",
     "string_pattern_mismatch": "a fault kind from 'K01' to 'K25'",
+    "value_error": "{error}",
 }
 
 

@@ -25,13 +25,19 @@ GRAVITY: tuple[Outcome, ...] = ("error", *SEVERITY, "passed", "skipped")
 class KnownRef(msgspec.Struct, frozen=True, kw_only=True):
     """A finding that the matrix expects until a day: ``page`` explains it, ``until`` is YYYY-MM-DD.
 
-    ``sometimes``: a run without it is no surprise, and makes nothing stale.
+    ``sometimes``: a run without it is no surprise, and makes nothing stale. ``text``: its words, where the kind
+    alone would excuse too much.
     """
 
     kind: str
     page: str
     until: str
     sometimes: bool = False
+    text: str = ""
+
+    def covers(self, finding: Finding) -> bool:
+        """Whether this is the finding that is expected."""
+        return finding.kind == self.kind and self.text in "\n".join((finding.headline, *finding.evidence))
 
 
 class CaseResult(msgspec.Struct, kw_only=True):
@@ -84,8 +90,8 @@ class CaseResult(msgspec.Struct, kw_only=True):
     def unexpected(self, today: datetime.date | None = None) -> list[Finding]:
         """The findings that no unexpired ``known`` entry covers."""
         day = (today or datetime.date.today()).isoformat()
-        covered = {known.kind for known in self.known if day <= known.until}
-        return [finding for finding in self.findings if finding.kind not in covered]
+        valid = [known for known in self.known if day <= known.until]
+        return [finding for finding in self.findings if not any(known.covers(finding) for known in valid)]
 
     def stale(self, today: datetime.date | None = None) -> list[KnownRef]:
         """The ``known`` entries that have expired, or whose finding did not appear."""
@@ -93,7 +99,7 @@ class CaseResult(msgspec.Struct, kw_only=True):
         return [
             known
             for known in self.known
-            if known.until < day or (known.kind not in self.kinds and not known.sometimes)
+            if known.until < day or not (known.sometimes or any(map(known.covers, self.findings)))
         ]
 
     @property

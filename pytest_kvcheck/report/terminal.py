@@ -183,7 +183,7 @@ def _print_fault(fault: Seen, page: _Page, told: bool) -> None:
         more = f" and {len(others) - _MANY_CASES} more" if len(others) > _MANY_CASES else ""
         page.line(f"Also in: {', '.join(shown)}{more}", indent="  ")
     for known in result.known:
-        if known.kind == fault.finding.kind:
+        if known.covers(fault.finding):
             page.line(f"Known until {known.until}: see {known.page}", indent="  ")
     page.line()
 
