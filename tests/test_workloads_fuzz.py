@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from oracle_helpers import facts_of, make_cell, op_record
 
 from pytest_kvcheck.cells import Cell, Retract
-from pytest_kvcheck.operations import Plan
+from pytest_kvcheck.operations import OVERLAP, Plan
 from pytest_kvcheck.oracles.pairs import covered, pair_counts, possible
 from pytest_kvcheck.trace import Reply
 from pytest_kvcheck.workloads import make_plan, why_not
@@ -117,6 +118,29 @@ def test_a_few_seeds_draw_every_operation() -> None:
         assert any(label.endswith(f"turn {end}") for label in labels), end
     for label in ("over-length turn", "an offset", "prefix request", "long request", "plain request"):
         assert labels[label], label
+
+
+def test_what_an_engine_is_known_to_fail_by_at_once_is_not_drawn_for_it() -> None:
+    """Else its search would end there each time; ``docs/findings`` has both."""
+    cells = {
+        name: replace(make_cell(context_length=2048, max_running=12, retract=Retract(3)), engine=name)
+        for name in ("reference", "sglang")
+    }
+    drawn = {name: [op for at in range(12) for op in fuzz(cell, at).operations] for name, cell in cells.items()}
+    overlaps = {name: sum(op.invalid == OVERLAP for op in some) for name, some in drawn.items()}
+    assert overlaps["reference"] > 0 == overlaps["sglang"]
+    first = {name: [n for at in range(12) for n in first_turns(fuzz(cell, at))] for name, cell in cells.items()}
+    assert min(first["reference"]) == 1
+    assert min(first["sglang"]) == 2
+
+
+def first_turns(plan: Plan) -> list[int]:
+    """The prompt of each session's first turn that runs, in tokens."""
+    found: dict[str | None, int] = {}
+    for op in plan.operations:
+        if op.kind == "turn" and op.expect != "reject":
+            found.setdefault(op.session, len(op.input_ids))
+    return list(found.values())
 
 
 @pytest.mark.parametrize("page", [16, 256])

@@ -80,6 +80,8 @@ class _Fuzz:
         self.groups = context.cell.engine != "vllm" or features.speculative is None
         # SGLang takes a second turn beside one that runs (docs/findings/sglang-overlapping-turn.md): likewise.
         self.overlaps = context.cell.engine != "sglang"
+        # And a retracted first turn of one token ends it (docs/findings/sglang-one-token-retracted.md).
+        self.first = 2 if context.cell.engine == "sglang" and features.retract else 1
         self.refuses = False
 
     # --- drawing ---------------------------------------------------------------------------------
@@ -244,6 +246,8 @@ class _Fuzz:
     def turn(self, session: _Session, end: str) -> None:
         output = self.output(session.held)
         new = self.prompt(session.held, output)
+        if session.held == 0:
+            new = max(new, self.first)
         if session.held == 0 and not end:
             new = max(new, min(self.context.opening(new), self.share - output))
         mode = MODES[self.plan.between(0, len(MODES) - 1)]
