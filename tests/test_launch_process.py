@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from multiprocessing import shared_memory
@@ -223,6 +224,7 @@ def test_no_file_and_no_shared_memory_outlives_an_engine(how: str, mark: str, tm
         if how == "ends":
             assert process.wait(60)
         elif how in ("inner", "outer"):
+            time.sleep(5)  # a warden's looks are two seconds apart
             inner = psutil.Process(process.keeper)
             (inner if how == "inner" else inner.parent()).kill()
         process.stop()

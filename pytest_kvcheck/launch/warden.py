@@ -46,13 +46,14 @@ def main() -> int:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     outer = os.getpid()
+    notes = os.memfd_create("shared")  # what the inner one knows of shared memory outlives it
     inner = os.fork()
     if inner == 0:
         os.setsid()  # a signal to the outer one's group must not take both
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         status = 1
         try:
-            Keeper(config, prctl, outer).run()
+            Keeper(config, prctl, outer, notes).run()
             status = 0
         finally:
             if status:
@@ -62,9 +63,8 @@ def main() -> int:
         signal.signal(number, lambda number, frame: os.kill(inner, signal.SIGTERM))
     os.close(0)
     killed = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
-    shared = shared_files(descendants())
     _, stuck = sweep(0.0)
-    remove(config["temporary"], shared)
+    remove(config["temporary"], json.loads(os.pread(notes, os.fstat(notes).st_size, 0) or b"{}"))
     if killed:
         report(event="done", status=None, forced=True, leftovers=[], stuck=stuck, warden=killed)
     return 0
@@ -73,7 +73,7 @@ def main() -> int:
 class Keeper:
     """The inner process: one engine from start to sweep."""
 
-    def __init__(self, config: Config, prctl: Any, outer: int) -> None:
+    def __init__(self, config: Config, prctl: Any, outer: int, notes: int) -> None:
         self.config = config
         self.prctl = prctl
         self.inner = os.getpid()
@@ -82,6 +82,7 @@ class Keeper:
         self.stop_asked = False
         self.orphaned = False
         self.shared: dict[str, int] = {}
+        self._notes = notes
         self._looked = 0.0
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
@@ -106,7 +107,7 @@ class Keeper:
         if not self._start():
             return
         while self.status is None and not self._leaving:
-            self._wait(5.0)
+            self._wait(LOOK_EVERY)
             self._look()
         self._look(at_once=True)
         forced = self.status is None and self._terminate()
@@ -187,6 +188,7 @@ class Keeper:
     def _look(self, at_once: bool = False) -> None:
         if at_once or time.monotonic() - self._looked >= LOOK_EVERY:
             self.shared |= shared_files(descendants())
+            os.pwrite(self._notes, json.dumps(self.shared).encode(), 0)  # it only grows
             self._looked = time.monotonic()
 
     def _wait_or_hurry(self, seconds: float) -> bool:

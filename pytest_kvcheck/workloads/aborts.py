@@ -237,7 +237,8 @@ MORE_ABORTS = (
         "queued-abort",
         "Turns are aborted while they wait behind a full batch, and then repeated.",
         _queued_abort,
-        {"sessions": 2, "rounds": 2, "filler_tokens": 96},
+        # Whether an abort meets a request that has been given its row already is a matter of milliseconds.
+        {"sessions": 2, "rounds": 4, "filler_tokens": 96},
         lambda cell, params: (
             rows(cell, int(params["sessions"]) + 1) or room(cell, cell.features.max_running, APPEND * 4 + 40)
         ),

@@ -127,7 +127,8 @@ def test_a_session_keeps_its_history_and_gives_it_back(client: Client) -> None:
     assert held.sessions == 1
     assert held.pool("full").used == history - 1
     client.close("keeps")
-    rest = client.account()
+    # The gauge moves with a batch, and a busy machine may read it before that one's is published.
+    rest = next((one for _ in range(10) if not (one := client.account()).sessions), client.account())
     full = rest.pool("full")
     assert (rest.sessions, rest.missing, rest.error) == (0, [], "")
     assert (full.used, full.protected, full.session_held, full.uncached) == (0, 0, 0, 0)
