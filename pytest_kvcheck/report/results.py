@@ -82,11 +82,6 @@ class CaseResult(msgspec.Struct, kw_only=True):
         cell, _, workload = names.partition("::")
         return cls(id=case_id, cell=cell, workload=workload, outcome="error", reason=reason.strip())
 
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The kinds of fault that were found."""
-        return frozenset(finding.kind for finding in self.findings)
-
     def unexpected(self, today: datetime.date | None = None) -> list[Finding]:
         """The findings that no unexpired ``known`` entry covers."""
         day = (today or datetime.date.today()).isoformat()

@@ -45,8 +45,12 @@ def _ordered(ids: Iterable[int]) -> tuple[int, ...]:
 
 def direct(plan: Plan) -> Plan:
     """The plan without its ordering points: each operation names what it waits for, and nothing twice."""
-    points = [op.id for op in plan.operations if op.kind == "barrier" and op.target is None]
-    return _reduced(without(plan, points))
+    return _reduced(without(plan, _points(plan)))
+
+
+def _points(plan: Plan) -> set[int]:
+    """The ordering points: what waits for all that stands before them."""
+    return {op.id for op in plan.operations if op.kind == "barrier" and op.target is None}
 
 
 def _reduced(plan: Plan) -> Plan:
@@ -97,12 +101,11 @@ def actors(plan: Plan) -> list[Unit]:
 
 def beside(plan: Plan, suspect: int) -> Plan:
     """Only who does something between the same ordering points as the suspect, each with all that it does."""
-    stage, at = 0, {}
+    points, stage, at = _points(plan), 0, {}
     for op in plan.operations:
-        stage += op.kind == "barrier" and op.target is None
+        stage += op.id in points
         at[op.id] = stage
     kept = {one for unit in actors(plan) if any(at[op] == at.get(suspect) for op in unit) for one in unit}
-    points = {op.id for op in plan.operations if op.kind == "barrier" and op.target is None}
     return without(plan, [op.id for op in plan.operations if op.id not in kept | points])
 
 

@@ -2,17 +2,8 @@
 . docs/results/h200/device.sh
 cp -r docs/findings /tmp/findings
 sed -i "s#\.\./\.\./fixtures#$R/fixtures#g" /tmp/findings/servers.yaml
-python3 - <<'PY'
-import json, sys
-sys.path.insert(0, "docs/results/h200")
-from matrices import SHARED
-from pathlib import Path
-path = Path("/tmp/findings/servers.yaml")
-head, _, tail = path.read_text().partition("\nengines:\n")
-lines = tail.splitlines()
-at = next((n for n, line in enumerate(lines) if line and not line.startswith((" ", "#"))), len(lines))
-path.write_text("\n".join([head, f"engines: {{sglang: {json.dumps(SHARED)}}}", *lines[at:], ""]))
-PY
+PYTHONPATH=$H:$PYTHONPATH python3 -c 'import json, matrices; print("engines:", json.dumps({"sglang": matrices.SHARED}))' \
+  >> /tmp/findings/servers.yaml
 export KVCHECK_DEVICE=cuda KVCHECK_SGLANG_PYTHON=$(command -v python3)
 for site in "$@"; do
   for cell in "plain sglang_31765.py sglang_22790.py" "retract sglang_40252.py sglang_31765.py $PROGRAMS"; do
